@@ -1,0 +1,144 @@
+"""The kernel contract: few operations, one signature each, implemented by every backend.
+
+Shapes: T tokens of the flat batch, S sequences, H query heads, G key/value heads (H is a multiple of G), D head
+size, K and N the inputs and outputs of a linear. Activations are contiguous float32 on the CPU. Every
+output row depends on its own input row only and is reduced in one fixed order, so that a token's result does not depend
+on what else is in the batch (the reference backend keeps this only as far as torch's own GEMM does).
+
+KV cache of one layer: ``key`` [num_blocks, G, D, block_size] (a token is a column, so that scores of a block are
+computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where each sequence of the flat batch is. Prefill, chunk, decode and prefix hit are one case.
+
+    query_start_loc: int32 [S+1], first token of each sequence in the flat batch, then T.
+    seq_lens: int32 [S], context length including this step's tokens.
+    block_table: int32 [S, B], block ids of each sequence, padded with 0 (the null block; also stands for
+    blocks that a sliding window has passed).
+    slot_mapping: int64 [T], ``block * block_size + offset`` where each token's K and V are written.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """KV cache of one layer; see the module docstring for the layout."""
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.value.shape[2]
+
+
+class PackedLinear(ABC):
+    """Weights of a linear in the backend's own layout. ``in_features`` K, ``out_features`` N."""
+
+    in_features: int
+    out_features: int
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held by the packed weights and the bias."""
+
+
+class Kernels(ABC):
+    """One backend. Stateless but for what ``pack_linear`` returns, so engines may share an instance."""
+
+    name: str
+
+    @abstractmethod
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+    ) -> PackedLinear:
+        """Pack matrices [N_i, K] (any float dtype, may be memory-mapped) as one linear of N = sum N_i outputs.
+
+        dtype: how weights are stored: ``float32``, ``bfloat16``, ``int8``, ``int4``; ``auto`` keeps what loses nothing.
+        Raises ValueError for a dtype the backend does not have.
+        """
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """x [T, K] -> x @ W.T + b, [T, N]."""
+
+    @abstractmethod
+    def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
+        """Rows ``ids`` (int64 [T]) of a packed matrix [vocab, K] as float32 [T, K] (so tied heads are held once)."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., D] normalised over the last dimension, times ``weight`` [D] (the final multiplier)."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``residual += x`` in place, then rms_norm of it. x, residual and the result are [T, D]."""
+
+    @abstractmethod
+    def rotary_and_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slot_mapping: Tensor
+    ) -> None:
+        """Rotate q [T, H, D] and k [T, G, D] in place and write k and v to their slots.
+
+        cos, sin: float32 [T, R/2], R <= D even; pair (i, i + R/2) of the first R elements is rotated (the "rotate half"
+        convention of Hugging Face); the rest passes through. q, k, v may be strided views of one qkv matrix
+        whose last two dimensions are contiguous.
+        """
+
+    @abstractmethod
+    def plan(self, inputs: AttentionInputs) -> Any:
+        """Host work of attention, done once per step and handed to ``paged_attention`` in each layer."""
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        plan: Any,
+        q: Tensor,
+        cache: LayerCache,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] (strided views allowed, as above) over the paged context -> [T, H * D].
+
+        A query at position p sees positions j <= p, and p - j < window if a window is given. Scores are
+        ``softcap * tanh(score * scale / softcap)`` with a soft cap; ``sinks`` [H] adds exp(sink) to each row's denominator.
+        """
+
+    @abstractmethod
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        """x [T, 2I] -> act(x[:, :I]) * x[:, I:]. activation: ``silu``, ``gelu`` (erf) or ``gelu_tanh``."""
+
+    @abstractmethod
+    def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer; used by copy-on-write."""
+
+    def empty_cache(
+        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> list[LayerCache]:
+        """KV cache of a model. Memory is reserved only; the operating system commits a page when it is written."""
+        return [
+            LayerCache(
+                torch.empty(num_blocks, num_kv_heads, head_dim, block_size),
+                torch.empty(num_blocks, num_kv_heads, block_size, head_dim),
+            )
+            for _ in range(num_layers)
+        ]

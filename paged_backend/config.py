@@ -1,0 +1,95 @@
+"""EngineConfig: everything that shapes an engine, validated once, with messages that name the fix."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of one engine. Two callers with equal configs share one engine (see ``get_engine``).
+
+    model: a folder with safetensors, a .gguf file, a hub id, or ``demo``.
+    tokenizer: folder or hub id of the tokenizer; None takes the model's own.
+    device: ``cpu``.
+    dtype: how weights are stored; math is fp32 on the CPU. ``auto`` takes what the kernels in use support best.
+    kernels: ``auto``, ``c`` (fails if they cannot be built) or ``reference`` (plain torch).
+    quantization: None for the checkpoint's own precision.
+    max_model_len: longest prompt + output in tokens; None takes the model's context.
+    block_size: tokens per KV block, a power of two (16 keeps waste below 4 %).
+    num_blocks: KV pool limit in blocks; None sizes it by ``kv_cache_memory``.
+    kv_cache_memory: pool limit in bytes; None takes a quarter of the machine's memory. Memory is committed
+        by the operating system only when a block is first used.
+    max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step.
+    enable_prefix_caching: share KV of equal prompt prefixes.
+    threads: compute threads; None takes torch's default.
+    seed: makes unseeded requests reproducible; None draws fresh entropy.
+    trust_remote_code: never honoured here (code from a checkpoint is not run); True raises.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    threads: int | None = None
+    seed: int | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
+            raise ValueError(f"model must be a folder, a .gguf file, a hub id or 'demo', got {self.model!r}")
+        object.__setattr__(self, "model", str(self.model))
+        _one_of("device", self.device, ("cpu",))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("kernels", self.kernels, ("auto", "c", "reference"))
+        _one_of("quantization", self.quantization, (None, "int8", "int4"))
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _positive(name, getattr(self, name))
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ValueError("num_blocks must be at least 2: block 0 is the null block and holds no tokens")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError("give num_blocks or kv_cache_memory, not both")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # every running request must be able to decode one token in each step
+            object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
+        if self.trust_remote_code:
+            raise ValueError("trust_remote_code=True is not supported: code from a checkpoint is never run")
+
+    @classmethod
+    def from_options(cls, model: str, **options: Any) -> EngineConfig:
+        """Build a config, naming the nearest option for a misspelt one."""
+        import difflib
+
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
+                raise TypeError(f"unknown engine option {name!r}{hint}")
+        return cls(model=model, **options)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,0 +1,49 @@
+"""The errors the engine raises. Each message says what was wrong and how to put it right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.outputs import RequestOutput
+
+
+class PagedBackendError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ModelLoadError(PagedBackendError):
+    """A model folder, file or tensor is missing, damaged or does not fit its config."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The architecture or one of its settings has no implementation here."""
+
+
+class RequestRejectedError(PagedBackendError, ValueError):
+    """A request was refused at the door; the engine never saw it and goes on serving."""
+
+
+class ContextOverflowError(RequestRejectedError):
+    """The prompt is longer than the model's context or than the whole KV pool."""
+
+
+class RequestFailedError(PagedBackendError):
+    """A request failed while it ran; the others were not affected. ``__cause__`` has the reason."""
+
+
+class RequestAbortedError(PagedBackendError):
+    """The result of an aborted request was asked for."""
+
+
+class EngineClosedError(PagedBackendError):
+    """The engine was closed; open a new one with ``get_engine`` or ``LLM``."""
+
+
+class BatchError(RequestFailedError):
+    """Some requests of a batch failed. ``outputs`` holds every result, the good ones included."""
+
+    def __init__(self, message: str, outputs: Sequence[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)

@@ -1,0 +1,63 @@
+"""What a request gives back. The names are vLLM's, so that code written for it goes on working."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural-log probability of one token under the model's raw distribution (before any processor)."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token of the vocabulary."""
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sampled continuation. ``token_ids``, ``logprobs``, ``text`` and usage are always in step."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    """None while running, then ``stop``, ``length``, ``abort`` or ``error``."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times are seconds of ``time.monotonic()``; None until the event has happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """State of a request: everything so far, or only what is new for ``RequestOutputKind.DELTA``."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token; the first is None because nothing precedes it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
+    metrics: RequestMetrics | None = None
+    error: Exception | None = None

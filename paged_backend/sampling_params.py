@@ -1,0 +1,180 @@
+"""SamplingParams: how one request is sampled. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+class RequestOutputKind(enum.Enum):
+    """What each item of a stream holds."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "max_tokens": 256,
+}
+"""Used where neither the caller nor the model's generation_config says anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling options of one request, validated at construction (``ValueError`` names field and range).
+
+    Fields that a model's ``generation_config.json`` may set default to None, "not said":
+    an explicit value wins over the generation config, which wins over :data:`DEFAULTS`.
+
+    temperature: >= 0; 0 is greedy. top_p: (0, 1]. top_k: 0 or -1 for all, else >= 1. min_p: [0, 1].
+    repetition_penalty: > 0, over prompt and output. presence_penalty, frequency_penalty: [-2, 2], over the output.
+    seed: any int; equal seeds give equal results whatever else is in the batch.
+    max_tokens: >= 1 new tokens (also capped by the context). min_tokens: no stop before that many new tokens.
+    stop: strings that end the text. stop_token_ids: ids that do. ignore_eos: go on past end-of-sequence.
+    logprobs / prompt_logprobs: number of most likely tokens to report per position besides the actual one.
+    logit_bias: {token id: [-100, 100]}. allowed_token_ids: nothing else is sampled. bad_words: never produced.
+    priority: lower runs earlier.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    priority: int = 0
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
+        put("stop", _strings("stop", self.stop))
+        put("bad_words", _strings("bad_words", self.bad_words))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            _check("allowed_token_ids", len(self.allowed_token_ids) > 0, "at least one id, or None for all")
+        if self.logit_bias is not None:
+            try:
+                bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise ValueError("logit_bias must map token ids to numbers") from None
+            _check("logit_bias", all(t >= 0 for t in bias), "token ids >= 0", sorted(bias)[:1])
+            _check("logit_bias", all(-100 <= v <= 100 for v in bias.values()), "values in [-100, 100]", bias)
+            put("logit_bias", bias)
+        _int("n", self.n, 1)
+        _int("min_tokens", self.min_tokens, 0)
+        _int("priority", self.priority, None)
+        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("top_k", -1), ("seed", None)):
+            if getattr(self, name) is not None:
+                _int(name, getattr(self, name), low)
+        for name, low, high, text in (
+            ("temperature", 0.0, math.inf, ">= 0 and finite"),
+            ("top_p", 0.0, 1.0, "in (0, 1]"),
+            ("min_p", 0.0, 1.0, "in [0, 1]"),
+            ("repetition_penalty", 0.0, math.inf, "> 0 and finite"),
+            ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
+            ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            _check(name, good and low <= value <= high, text, value)
+        _check("top_p", self.top_p is None or self.top_p > 0, "in (0, 1]", self.top_p)
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty is None or self.repetition_penalty > 0,
+            "> 0 and finite",
+            self.repetition_penalty,
+        )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} with temperature=0 gives {self.n} equal texts: set n=1 or temperature > 0")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need text: set detokenize=True or use stop_token_ids")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            put("output_kind", RequestOutputKind(self.output_kind))
+
+    def resolved(self, generation_config: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Copy with every None of :data:`DEFAULTS`' fields filled: explicit > generation config > default.
+
+        A generation config that says ``do_sample: false`` makes temperature 0 the default, as in transformers.
+        """
+        config = dict(generation_config or {})
+        if config.get("max_new_tokens") is not None:
+            config["max_tokens"] = config["max_new_tokens"]
+        if config.get("do_sample") is False:
+            config["temperature"] = 0.0
+        values: dict[str, Any] = {}
+        for name, default in DEFAULTS.items():
+            if getattr(self, name) is None:
+                values[name] = config[name] if config.get(name) is not None else default
+        if self.max_tokens is None:
+            values["max_tokens"] = max(values["max_tokens"], self.min_tokens)
+        if self.n > 1 and values.get("temperature") == 0:
+            values["temperature"] = DEFAULTS["temperature"]  # asking for several samples is asking for sampling
+        return replace(self, **values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    def child_seed(self, seed: int, index: int) -> int:
+        """Seed of sample ``index`` of n: the request's own for 0, else a hash of (seed, index)."""
+        if index == 0:
+            return seed
+        return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _check(name: str, good: bool, allowed: str, value: Any = None) -> None:
+    if not good:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _int(name: str, value: Any, low: int | None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and (low is None or value >= low)
+    _check(name, good, "an integer" if low is None else f"an integer >= {low}", value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else tuple(value or ())
+    _check(name, all(isinstance(s, str) and s for s in items), "non-empty strings", value)
+    return items
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    items = tuple(value or ())
+    good = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items)
+    _check(name, good, "token ids >= 0", value)
+    return items
