@@ -90,9 +90,15 @@ class SamplingParams:
         _int("n", self.n, 1)
         _int("min_tokens", self.min_tokens, 0)
         _int("priority", self.priority, None)
-        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("top_k", -1), ("seed", None)):
+        for name, least in (
+            ("max_tokens", 1),
+            ("logprobs", 0),
+            ("prompt_logprobs", 0),
+            ("top_k", -1),
+            ("seed", None),
+        ):
             if getattr(self, name) is not None:
-                _int(name, getattr(self, name), low)
+                _int(name, getattr(self, name), least)
         for name, low, high, text in (
             ("temperature", 0.0, math.inf, ">= 0 and finite"),
             ("top_p", 0.0, 1.0, "in (0, 1]"),

@@ -7,23 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: ``inv_freq`` [R/2] before any length-dependent choice, R = ``dim``.
+    """Parameters of one rotary embedding, with the names of Hugging Face's ``rope_parameters``.
 
-    ``scaling`` is the ``rope_type`` of Hugging Face with its parameters already turned into ``inv_freq``; longrope keeps two
-    sets, chosen by sequence length against ``original_max_position`` (see rope.py).
+    rope_type: default, linear, dynamic, llama3, yarn or longrope. dim: rotated elements R of a head, even.
+    max_position: ``max_position_embeddings`` of the config. attention_factor: None derives it from the
+    formula of the type. rope.py turns this and the longest sequence that will be served into frequencies.
     """
 
+    rope_type: str
     dim: int
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-    long_inv_freq: tuple[float, ...] | None = None
-    original_max_position: int | None = None
+    theta: float
+    max_position: int
+    factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """All a native decoder needs to know. ``windows`` has one entry per layer (None is full attention),
-    ``ropes`` one index per layer into ``rope_specs``."""
+    """All a native decoder needs to know.
+
+    windows: one entry per layer, None is full attention. ropes: per layer an index into ``rope_specs``.
+    max_position: the model's context. max_position_limit: longest context that its rope scaling allows, at
+    least max_position. scale: multiplier of attention scores. tied: the head is the embedding.
+    out_bias: bias of the attention output. fused_qkv, fused_gate_up: the checkpoint stores them as one matrix.
+    qk_norm: RMS norm of each query and key head. sandwich_norms: norms after attention and MLP as well as
+    before. norm_plus_one: norms multiply by 1 + weight.
+    """
 
     architecture: str
     vocab_size: int
@@ -36,6 +55,7 @@ class DecoderSpec:
     norm_eps: float
     activation: str
     max_position: int
+    max_position_limit: int
     scale: float
     windows: tuple[int | None, ...]
     rope_specs: tuple[RopeSpec, ...]

@@ -1,0 +1,48 @@
+/* Packed weights of a linear: what the storage kinds share. */
+#ifndef PB_LINEAR_H
+#define PB_LINEAR_H
+
+#include "simd.h"
+
+enum { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1, DTYPE_INT8 = 2, DTYPE_INT4 = 3 };
+
+/* One product out [M, N] = x [M, K] @ W.T + bias; weights in panels of NR outputs, the last one padded with zeros. */
+typedef struct {
+    const float *x;
+    const void *weights;
+    const float *bias; /* N floats padded to whole panels, or NULL */
+    float *out;
+    int64_t m, n, k;
+    int threads;
+} linear_job;
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t panels_of(int64_t n) { return ceil_div(n, NR); }
+
+INLINE float bf16_to_float(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, 4);
+    return x;
+}
+
+/* Round to nearest even; a NaN stays one. */
+INLINE uint16_t float_to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+/* Write one row of a tile: ``count`` (1 .. NR) outputs, bias added last. */
+INLINE void store_row(float *out, const vf acc[NV], const float *bias, int64_t count) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+        vf value = bias ? acc[v] + vload(bias + v * W) : acc[v];
+        int64_t left = count - v * W;
+        if (left >= W) vstore(out + v * W, value);
+        else if (left > 0) vstore_n(out + v * W, value, (int)left);
+    }
+}
+
+#endif

@@ -1,0 +1,188 @@
+/* One vector type for every instruction set, chosen at compile time.
+ *
+ * vf / vi: W floats / W int32. GCC vector extensions give arithmetic, comparison and selection on all targets;
+ * intrinsics are used only where the extensions have no word for it (fused multiply-add, partial loads).
+ * The sizes of the register tiles of linear.c and attention.c follow from the number of registers:
+ *   NV vectors make one panel of NR outputs, MR rows share it: MR * NV accumulators + NV + 1 <= registers.
+ */
+#ifndef PB_SIMD_H
+#define PB_SIMD_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define PB_AVX512 1
+#define W 16
+#define NV 3
+#define MR 8
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define PB_AVX2 1
+#define W 8
+#define NV 2
+#define MR 6
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define PB_NEON 1
+#define W 4
+#define NV 4
+#define MR 6
+#else
+#define PB_GENERIC 1
+#define W 4
+#define NV 2
+#define MR 4
+#endif
+
+#define NR (W * NV)
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+
+INLINE vf vload(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void vstore(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vi viload(const void *p) { vi v; memcpy(&v, p, sizeof v); return v; }
+INLINE vf vset1(float x) { return (vf){} + x; }
+INLINE vf as_vf(vi v) { vf r; memcpy(&r, &v, sizeof r); return r; }
+INLINE vi as_vi(vf v) { vi r; memcpy(&r, &v, sizeof r); return r; }
+INLINE vf vselect(vi mask, vf yes, vf no) { return as_vf((as_vi(yes) & mask) | (as_vi(no) & ~mask)); }
+INLINE vi vlanes(void) {
+    vi v;
+    for (int i = 0; i < W; i++) v[i] = i;
+    return v;
+}
+
+/* a * b + c with one rounding, the only way products are accumulated: equal bits in every tile shape. */
+INLINE vf vfma(vf a, vf b, vf c) {
+#if PB_AVX512
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif PB_AVX2
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif PB_NEON
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf vmax(vf a, vf b) {
+#if PB_AVX512
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif PB_AVX2
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vselect(a > b, a, b);
+#endif
+}
+
+/* First n (1..W) floats of p, zeros after them; nothing beyond is read. */
+INLINE vf vload_n(const float *p, int n) {
+#if PB_AVX512
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+    if (n == W) return vload(p);
+#if PB_AVX2
+    return (vf)_mm256_maskload_ps(p, (__m256i)(vlanes() < n));
+#endif
+    vf v = {};
+    memcpy(&v, p, 4 * (size_t)n);
+    return v;
+#endif
+}
+
+INLINE void vstore_n(float *p, vf v, int n) {
+#if PB_AVX512
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+    if (n == W) vstore(p, v);
+    else memcpy(p, &v, 4 * (size_t)n); /* masked stores are slow on AVX2 */
+#endif
+}
+
+/* Horizontal sum and maximum, always by the same tree. */
+INLINE float vsum(vf v) {
+    float a[W];
+    memcpy(a, &v, sizeof a);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) a[i] += a[i + half];
+    return a[0];
+}
+
+INLINE float vmaximum(vf v) {
+#if PB_AVX512
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+/* exp, relative error about 1e-7: 2^n * p(r), r within half a log 2. Below -87 the result is 0 (also for -inf). */
+INLINE vf vexp(vf x) {
+    const vf magic = vset1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
+    vi tiny = x < -87.0f;
+    x = vselect(x > 88.3f, vset1(88.3f), vselect(tiny, vset1(-87.0f), x));
+    vf shifted = vfma(x, vset1(1.44269504f), magic);
+    vf n = shifted - magic;
+    vf r = vfma(n, vset1(-0.693145752f), x);
+    r = vfma(n, vset1(-1.42860677e-6f), r);
+    vf p = vset1(1.39505159e-3f);
+    p = vfma(p, r, vset1(8.36890901e-3f));
+    p = vfma(p, r, vset1(4.16662054e-2f));
+    p = vfma(p, r, vset1(1.66665187e-1f));
+    p = vfma(p, r, vset1(0.5f));
+    p = vfma(p, r, vset1(1.0f));
+    p = vfma(p, r, vset1(1.0f));
+    return vselect(tiny, vset1(0.0f), as_vf(as_vi(p) + (as_vi(shifted) << 23)));
+}
+
+INLINE vf vcopysign(vf magnitude, vf sign) {
+    vi bit = (vi){} + INT32_MIN;
+    return as_vf((as_vi(magnitude) & ~bit) | (as_vi(sign) & bit));
+}
+
+INLINE vf vabs(vf x) { return as_vf(as_vi(x) & ((vi){} + INT32_MAX)); }
+
+/* tanh: odd polynomial (minimax) below 0.6, 1 - 2 / (exp(2|x|) + 1) above. */
+INLINE vf vtanh(vf x) {
+    vf a = vabs(x), z = x * x;
+    vf p = vset1(-0.0058433148f);
+    p = vfma(p, z, vset1(0.0207554906f));
+    p = vfma(p, z, vset1(-0.0537731465f));
+    p = vfma(p, z, vset1(0.133318159f));
+    p = vfma(p, z, vset1(-0.333332947f));
+    vf small = vfma(p * z, x, x);
+    vf large = 1.0f - 2.0f / (vexp(a + a) + 1.0f);
+    return vselect(a < 0.6f, small, vcopysign(large, x));
+}
+
+/* erf: x * P(x^2) below 1, 1 - exp(-Q(|x|)) up to 4, where it is 1 in float; absolute error about 1e-7. */
+INLINE vf verf(vf x) {
+    vf a = vabs(x), z = x * x;
+    vf p = vset1(7.82395867e-05f);
+    p = vfma(p, z, vset1(-0.000800278823f));
+    p = vfma(p, z, vset1(0.00518767609f));
+    p = vfma(p, z, vset1(-0.0268535714f));
+    p = vfma(p, z, vset1(0.112835819f));
+    p = vfma(p, z, vset1(-0.376126258f));
+    p = vfma(p, z, vset1(1.12837917f));
+    a = vselect(a > 4.0f, vset1(4.0f), a);
+    vf q = vset1(-0.000187975232f);
+    q = vfma(q, a, vset1(0.00296403964f));
+    q = vfma(q, a, vset1(-0.0219066056f));
+    q = vfma(q, a, vset1(0.103256463f));
+    q = vfma(q, a, vset1(0.637964709f));
+    q = vfma(q, a, vset1(1.12720245f));
+    q = vfma(q, a, vset1(0.000312429793f));
+    vf large = vcopysign(1.0f - vexp(-q), x);
+    return vselect(a < 1.0f, p * x, large);
+}
+
+#endif

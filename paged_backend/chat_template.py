@@ -1,0 +1,260 @@
+"""Chat templates: Jinja from model repositories, rendered as transformers renders them.
+
+Templates are untrusted code, so they run in Jinja's immutable sandbox and see nothing but plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from paged_backend.errors import RequestRejectedError
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_PROBE = "paged backend probe"
+
+
+class ChatTemplate:
+    """One compiled template. Raises ``RequestRejectedError`` if it is not valid Jinja."""
+
+    def __init__(self, source: str) -> None:
+        from jinja2.exceptions import TemplateSyntaxError
+
+        self.source = source
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise RequestRejectedError(f"the chat template is not valid Jinja: {error}") from error
+        self._takes_parts: bool | None = None
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt for ``messages`` (dicts, dataclasses or pydantic objects with ``role`` and ``content``).
+
+        Content may be a string or a list of OpenAI-style parts; for a template that only knows strings the
+        text parts are joined by newlines. Arguments of tool calls given as JSON text become objects, which is
+        what templates expect. ``variables`` are visible to the template. Raises ``RequestRejectedError`` for
+        what the template refuses, malformed messages, and parts that are not text where only text can be
+        taken.
+        """
+        chat = [_message(message, index) for index, message in enumerate(messages)]
+        if not chat:
+            raise RequestRejectedError("the conversation is empty; give at least one message")
+        if any(isinstance(message.get("content"), (list, tuple)) for message in chat) and not self._parts(
+            variables
+        ):
+            for message in chat:
+                if isinstance(message.get("content"), (list, tuple)):
+                    message["content"] = _flatten(message["content"])
+        final = _mark_final(chat[-1]) if continue_final_message else ""
+        schemas = None if tools is None else [plain_data(_schema(tool)) for tool in tools]
+        text = self._run(chat, schemas, add_generation_prompt, variables)
+        return _cut_at_mark(text, final) if continue_final_message else text
+
+    def _run(
+        self, chat: list[Any], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        try:
+            return self._template.render(
+                {
+                    "documents": None,
+                    **{name: plain_data(value) for name, value in variables.items()},
+                    "messages": chat,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:
+            # whatever a template runs into (its own raise_exception, a missing field) is the request's fault
+            raise RequestRejectedError(f"the chat template cannot render these messages: {error}") from error
+
+    def _parts(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template itself can take a list of parts, found out by giving it one.
+
+        A template that cannot either fails or prints the list as Python would.
+        """
+        if self._takes_parts is None:
+            probe = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+            try:
+                text = self._run(probe, None, False, variables)
+                self._takes_parts = _PROBE in text and "'type'" not in text and '"type"' not in text
+            except RequestRejectedError:
+                self._takes_parts = False
+        return self._takes_parts
+
+
+def plain_data(value: Any) -> Any:
+    """``value`` rebuilt from JSON types. Anything else becomes an inert name: methods of rich objects
+    (arrays, images) would be callable from inside the sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_data(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(plain_data(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: plain_data(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain_data(dump())
+    return f"<{type(value).__name__}>"
+
+
+def _message(message: Any, index: int) -> dict[str, Any]:
+    data = plain_data(message)
+    if not isinstance(data, dict):
+        raise RequestRejectedError(
+            f"message {index} must be a dict with 'role' and 'content', got {type(message).__name__}"
+        )
+    # OpenAI clients send content=None and tool_calls=None; templates would print the word None
+    data = {key: value for key, value in data.items() if value is not None}
+    reasoning = next((data[name] for name in _REASONING if name in data), None)
+    if reasoning is not None:
+        data = {"thinking": reasoning, **data, "reasoning_content": reasoning}
+    for call in data.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments)
+            except ValueError:
+                continue
+            if isinstance(parsed, dict):
+                function["arguments"] = parsed
+    return data
+
+
+def _flatten(parts: Sequence[Any]) -> str:
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str) and kind in (None, *_TEXT_TYPES):
+            texts.append(part["text"])
+        else:
+            raise RequestRejectedError(
+                f"this model's chat template takes only text, got a content part of type {kind!r}"
+            )
+    return "\n".join(texts)
+
+
+def _mark_final(message: dict[str, Any]) -> str:
+    """Append a marker to the last message's text, by which its end is found again in the rendered prompt."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return content
+    for part in reversed(content if isinstance(content, (list, tuple)) else ()):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _MARK
+            return text
+    raise RequestRejectedError("continue_final_message needs a last message with text to continue")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    position = text.rfind(_MARK.strip())
+    if position < 0 or final.strip() not in text:
+        raise RequestRejectedError(
+            "continue_final_message: the chat template leaves out or changes the last message, so its end "
+            "cannot be found"
+        )
+    head = text[:position]
+    # a template that trims messages has eaten the marker's own space: the text it would keep has none at its
+    # end
+    return head if text.startswith(_MARK, position) else head.rstrip()
+
+
+def _schema(tool: Any) -> Any:
+    if callable(tool) and not isinstance(tool, type) and not hasattr(tool, "model_dump"):
+        from transformers.utils import get_json_schema
+
+        try:
+            return get_json_schema(tool)
+        except Exception as error:
+            raise RequestRejectedError(f"tool {getattr(tool, '__name__', tool)!r}: {error}") from error
+    if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
+        raise RequestRejectedError(
+            f"a tool must be a JSON schema or a documented function, got {type(tool).__name__}"
+        )
+    return tool
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up for chat templates."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks assistant text for training masks; when rendering, it is only a
+        scope."""
+
+        tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja asks for)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Refuses underscored names, which lead to interpreter internals."""
+
+        def __init__(*args: Any, **values: Any) -> None:
+            self, *rest = args
+            for name in dict(*rest, **values):
+                _refuse_underscore(name)
+            jinja2.utils.Namespace.__init__(self, *rest, **values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _refuse_underscore(name)
+            super().__setitem__(name, value)
+
+    def _refuse_underscore(name: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template may not set the attribute {name!r}")
+
+    def fail(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    helpers: dict[str, Callable[..., Any]] = {
+        "raise_exception": fail,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": Namespace,
+    }
+    environment.globals.update(helpers)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

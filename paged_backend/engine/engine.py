@@ -1,0 +1,288 @@
+"""EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
+
+A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. If the model raises,
+each request of the step is run again alone, once; those that fail again get the error, the rest go on (KV writes are
+idempotent, and nothing was published or appended by the failed attempt).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from paged_backend.cache.manager import CacheManager
+from paged_backend.engine.request import Request
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.stats import StepUsage, UsageMeter
+from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
+from paged_backend.runner.batch import SequenceSlice
+from paged_backend.runner.model_runner import Result, Work
+from paged_backend.runner.sampler import Sampled, SampleRow
+
+logger = logging.getLogger("paged_backend")
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner; tests put scripted ones here."""
+
+    vocab_size: int
+
+    def run(self, works: Sequence[Work]) -> list[Result]: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def give_back(self, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step did for one sequence: a token, an end, or both."""
+
+    request: Request
+    sampled: Sampled | None = None
+    prompt_logprobs: Sequence[Sampled] = ()
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: Exception | None = None
+
+
+class EngineCore:
+    """max_model_len: longest prompt + output. always_check: run :meth:`check` after every step (tests do)."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CacheManager,
+        scheduler: Scheduler,
+        max_model_len: int,
+        always_check: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.scheduler = scheduler
+        self.max_model_len = max_model_len
+        self.always_check = always_check
+        self.usage = UsageMeter(cache.block_size)
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self._requests: dict[str, list[Request]] = {}
+
+    # --- the door ------------------------------------------------------------------------------------------------
+
+    def longest_request(self) -> int:
+        """Prompt and output tokens that one request can have, by the context and by the pool."""
+        pool = self.cache.longest_sequence(self.scheduler.max_num_batched_tokens)
+        return self.max_model_len if pool is None else min(self.max_model_len, pool)
+
+    def admit(self, prompt_token_ids: Sequence[int], n: int) -> None:
+        """Raise :class:`RequestRejectedError` for a request that could never run. Safe from any thread."""
+        count = len(prompt_token_ids)
+        if count == 0:
+            raise RequestRejectedError("the prompt is empty: give at least one token")
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= self.runner.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestRejectedError(f"token id {bad} is outside the vocabulary of {self.runner.vocab_size} ids")
+        if count >= self.max_model_len:
+            raise ContextOverflowError(
+                f"the prompt has {count} tokens, which exceeds the context window: at most {self.max_model_len - 1} "
+                f"leave room for one new token (max_model_len is {self.max_model_len})"
+            )
+        if count >= self.longest_request():
+            raise ContextOverflowError(
+                f"the prompt has {count} tokens and one must be generated, but the whole KV pool holds "
+                f"{self.longest_request()}: raise num_blocks or kv_cache_memory"
+            )
+        if n > self.scheduler.max_num_seqs:
+            raise RequestRejectedError(f"n={n} exceeds max_num_seqs={self.scheduler.max_num_seqs}")
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`admit` has let pass."""
+        self._requests[request.request_id] = [request]
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, index: int | None = None) -> list[Request]:
+        """Take out a request, or one of its n samples, in whatever state; its blocks are free at once."""
+        ended = []
+        for request in list(self._requests.get(request_id, ())):
+            if index is None or (request.index == index and request.seats == 1):
+                self._retire(request, natural=index is not None)
+                ended.append(request)
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Run one step and return what it did, in batch order. Empty if there was nothing to do."""
+        picked = self.scheduler.schedule()
+        if not picked:
+            return []
+        now = time.monotonic()
+        for request in self.scheduler.stats.last_admitted:
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+        works = [self._work(request, count) for request, count in picked]
+        results = self._run(works, [request for request, _ in picked])
+        self.num_steps += 1
+        now = time.monotonic()
+        updates: list[Update] = []
+        for (request, count), result in zip(picked, results):
+            if isinstance(result, Exception):
+                updates.extend(self._fail(request, result))
+            else:
+                self._advance(request, count, result, now, updates)
+        self.usage.add(self._usage())
+        if self.always_check:
+            self.check()
+        return updates
+
+    def _work(self, request: Request, count: int) -> Work:
+        start = request.num_computed
+        tokens = request.token_ids[start : start + count]
+        score_from, score_to = self._scored_positions(request, count)
+        rows = list(range(score_from - 1 - start, score_to - 1 - start))
+        scored = request.token_ids[score_from:score_to]
+        samples: list[SampleRow] = []
+        if count == request.num_pending:
+            rows.append(count - 1)
+            # samples that are still to be forked off draw from the same logits, each with its own seed
+            samples = [self._sample_row(request, i) for i in range(request.seats)]
+        block_ids = np.array(request.table.block_ids, np.int32)
+        piece = SequenceSlice(tokens, start, block_ids, rows)
+        return Work(piece, samples, scored, request.params.prompt_logprobs or 0)
+
+    @staticmethod
+    def _scored_positions(request: Request, count: int) -> tuple[int, int]:
+        """Prompt positions (first, end) whose logprobs this step can give: their predecessors are computed in it."""
+        if request.params.prompt_logprobs is None:
+            return 0, 0
+        first = max(request.num_scored, request.num_computed + 1)
+        end = min(request.num_prompt_tokens, request.num_computed + count + 1)
+        return (first, end) if end > first else (0, 0)
+
+    @staticmethod
+    def _sample_row(request: Request, sample: int) -> SampleRow:
+        seed = request.params.child_seed(request.seed, sample) if sample else request.seed
+        return SampleRow(
+            request.params,
+            request.token_ids[: request.num_prompt_tokens] if _needs_history(request) else [],
+            request.output_token_ids,
+            seed,
+            request.stop_ids,
+            request.bad_words_ids,
+        )
+
+    def _run(self, works: list[Work], requests: list[Request]) -> list[Result | Exception]:
+        copies = self.cache.take_copies()
+        try:
+            if copies:
+                self.runner.copy_blocks(copies)
+            return list(self.runner.run(works))
+        except Exception as error:
+            self.num_failed_steps += 1
+            logger.warning("a step of %d requests failed (%r); running each alone", len(works), error)
+        results: list[Result | Exception] = []
+        for work, request in zip(works, requests):
+            try:
+                mine = [pair for pair in copies if pair[1] in request.table.block_ids]
+                if mine:
+                    self.runner.copy_blocks(mine)
+                results.extend(self.runner.run([work]))
+            except Exception as error:
+                results.append(error)
+        return results
+
+    def _advance(self, request: Request, count: int, result: Result, now: float, updates: list[Update]) -> None:
+        first, end = self._scored_positions(request, count)
+        request.num_computed += count
+        request.num_scored = max(request.num_scored, end)
+        self.cache.commit(request.table, request.token_ids, request.num_computed)
+        if not result.sampled:
+            if end > first:
+                updates.append(Update(request, prompt_logprobs=result.prompt_logprobs))
+            return
+        members = [request]
+        for i in range(1, request.seats):
+            members.append(self.scheduler.fork(request, i))
+        self._requests[request.request_id].extend(members[1:])
+        for member, sampled in zip(members, result.sampled):
+            if isinstance(sampled, Exception):
+                updates.extend(self._fail(member, sampled))
+                continue
+            update = Update(member, sampled, result.prompt_logprobs if member is request else ())
+            self._append(member, sampled.token_id, now, update)
+            updates.append(update)
+
+    def _append(self, request: Request, token: int, now: float, update: Update) -> None:
+        request.token_ids.append(token)
+        metrics = request.metrics
+        metrics.last_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
+            update.finish_reason = "stop"
+            update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+        elif request.num_output_tokens >= request.max_tokens:
+            update.finish_reason = "length"
+        if update.finish_reason is not None:
+            metrics.finished_time = now
+            self._retire(request, natural=True)
+
+    def _fail(self, request: Request, cause: Exception) -> list[Update]:
+        error = RequestFailedError(f"request {request.request_id} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._retire(request)
+        return [Update(request, finish_reason="error", error=error)]
+
+    def _retire(self, request: Request, natural: bool = False) -> None:
+        self.scheduler.finish(request, natural)
+        group = self._requests.get(request.request_id, [])
+        if request in group:
+            group.remove(request)
+            if not group:
+                del self._requests[request.request_id]
+
+    # --- looking after itself ------------------------------------------------------------------------------------
+
+    def fail_all(self, cause: Exception) -> list[Update]:
+        """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
+        updates = []
+        for request in self.scheduler.requests():
+            updates.extend(self._fail(request, cause))
+        return updates
+
+    def check(self) -> None:
+        """Raise if a cache invariant is broken or a block leaked."""
+        self.cache.check([request.table for request in self.scheduler.requests()])
+
+    def trim(self) -> int:
+        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks."""
+        self.cache.reset_prefixes()
+        blocks = self.cache.pool.free_uncached()
+        self.runner.give_back(blocks)
+        return len(blocks)
+
+    def release(self) -> None:
+        """Let go of the model and its KV memory; the core is of no use afterwards."""
+        del self.runner
+
+    def _usage(self) -> StepUsage:
+        requests = self.scheduler.requests()
+        blocks = self.cache.pool.num_used
+        size = self.cache.block_size
+        unused = sum(len(r.table) * size - r.num_computed for r in requests)
+        logical = sum(r.num_computed for r in requests)
+        return StepUsage(blocks, blocks * size - unused, logical, len(self.scheduler.running))
+
+
+def _needs_history(request: Request) -> bool:
+    return request.params.repetition_penalty != 1.0 or bool(request.bad_words_ids)

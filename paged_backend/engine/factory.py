@@ -1,0 +1,65 @@
+"""From an EngineConfig to a running Engine: kernels, weights, tokenizer, pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from paged_backend.cache.manager import CacheManager
+from paged_backend.config import EngineConfig
+from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.engine import EngineCore
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.models.spec import DecoderSpec
+from paged_backend.runner.model_runner import ModelRunner
+
+
+def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
+    """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
+    import torch
+
+    from paged_backend.kernels.select import select_kernels
+    from paged_backend.models.loading import load_model
+    from paged_backend.tokenizer import load_tokenizer
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    kernels = select_kernels(config.kernels, config.threads)
+    model = load_model(config, kernels)
+    tokenizer = load_tokenizer(config.tokenizer or str(model.tokenizer_source), model.checkpoint)
+    block_bytes = ModelRunner.block_bytes(model.spec, config.block_size)
+    num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
+    runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size)
+    cache = CacheManager(num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching)
+    scheduler = Scheduler(
+        cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    return Engine(
+        EngineCore(runner, cache, scheduler, model.max_model_len),
+        tokenizer,
+        config,
+        eos_token_ids=model.eos_token_ids,
+        generation_config=model.generation_config,
+        block_bytes=block_bytes,
+        on_release=on_release,
+    )
+
+
+def sliding_window(spec: DecoderSpec) -> int | None:
+    """The window after which KV can be freed: only if every layer slides, and then the widest."""
+    return max(w for w in spec.windows if w) if all(spec.windows) else None
+
+
+def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:
+    """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's), the null block included.
+
+    No more than every seat could fill; memory is committed when a block is first used, so a generous limit costs nothing.
+    """
+    memory = config.kv_cache_memory
+    if memory is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks = min(memory // block_bytes, most)
+    if blocks < 1:
+        raise ValueError(f"kv_cache_memory={memory} holds not even one KV block of {block_bytes} bytes: raise it")
+    return int(blocks) + 1

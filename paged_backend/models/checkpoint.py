@@ -1,0 +1,38 @@
+"""Checkpoint: a model as it lies on disk, the same object whether it came from safetensors or from GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+TensorSource = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Config and tensors of one model; nothing is read until a tensor is asked for.
+
+    config: the content of Hugging Face's ``config.json`` (``architectures``, ``hidden_size``, ...).
+    tensors: Hugging Face tensor name (``model.embed_tokens.weight``, ``lm_head.weight``,
+        ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew: a
+        safetensors reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Any float dtype;
+        linears are [out, in] as torch has them, query and key rows in Hugging Face's "rotate half" order.
+        A tied model may leave ``lm_head.weight`` out.
+    shapes: tensor name -> shape, known without reading the tensor.
+    generation_config: the content of ``generation_config.json``, {} if there is none.
+    path: the folder or file the model came from, for messages and as registry key.
+    tokenizer_source: what ``AutoTokenizer.from_pretrained`` takes: a folder or file path, or a hub id.
+    tokenizer_options: further keyword arguments for it (``{"gguf_file": ...}``).
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorSource]
+    shapes: Mapping[str, tuple[int, ...]]
+    generation_config: Mapping[str, Any]
+    path: Path
+    tokenizer_source: str
+    tokenizer_options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,121 @@
+"""Rotary position embeddings: frequencies of every rope type, and cos/sin of a flat batch.
+
+Two types depend on the length of the sequence: longrope has one set of frequencies for short and one for
+long sequences, dynamic NTK stretches its base as the sequence grows. transformers decides in each forward call
+by the longest sequence of the batch, so the answer to a prompt depends on its neighbours, and keys cached before
+the switch keep the old rotation. Here keys outlive a call and are shared between requests, so the choice is made
+once per engine, by the longest sequence it may serve (``max_model_len``): a request's numbers depend on neither
+chunking, cache hits nor neighbours. This equals transformers for each sequence on the same side of the limit
+as ``max_model_len`` (for dynamic: always, as long as max_model_len stays within the model's own context, which
+is the default). To serve only short sequences with a longrope model, lower max_model_len to the original context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paged_backend.models.spec import RopeSpec
+
+_CHUNK = 1024
+
+
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    """Frequencies float32 [R/2] and the multiplier of cos and sin, for sequences up to max_model_len."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+    if spec.rope_type == "default":
+        return 1.0 / spec.theta**exponents, 1.0
+    if spec.rope_type == "linear":
+        return 1.0 / spec.theta**exponents / spec.factor, 1.0
+    if spec.rope_type == "dynamic":
+        return 1.0 / _stretched_base(spec, max_model_len) ** exponents, 1.0
+    if spec.rope_type == "llama3":
+        return _llama3(spec, 1.0 / spec.theta**exponents), 1.0
+    if spec.rope_type == "yarn":
+        return _yarn(spec, spec.theta**exponents), _yarn_attention_factor(spec)
+    if spec.rope_type == "longrope":
+        long = max_model_len > spec.original_max_position
+        factors = torch.tensor(spec.long_factor if long else spec.short_factor, dtype=torch.float32)
+        return 1.0 / (factors * spec.theta**exponents), _longrope_attention_factor(spec)
+    raise ValueError(f"unknown rope type {spec.rope_type!r}")
+
+
+def _stretched_base(spec: RopeSpec, max_model_len: int) -> float:
+    length = max(max_model_len, spec.max_position)
+    stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
+    return spec.theta * stretch ** (spec.dim / (spec.dim - 2))
+
+
+def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+    """Slow rotations are interpolated, fast ones kept, those between blended by their turns per old context."""
+    turns = spec.original_max_position * inv_freq / (2 * math.pi)
+    keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return inv_freq * keep + inv_freq / spec.factor * (1 - keep)
+
+
+def _yarn(spec: RopeSpec, period: Tensor) -> Tensor:
+    def dimension_of(turns: float) -> float:
+        """The (fractional) dimension that turns this often within the original context."""
+        return (
+            spec.dim
+            * math.log(spec.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(spec.theta))
+        )
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    interpolate = ramp.clamp(0, 1)
+    return 1.0 / (spec.factor * period) * interpolate + 1.0 / period * (1 - interpolate)
+
+
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * weight * math.log(spec.factor) + 1.0
+
+    if spec.mscale and spec.mscale_all_dim:
+        return mscale(spec.mscale) / mscale(spec.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_position))
+
+
+class RotaryEmbedding:
+    """cos and sin by position, tabulated as far as positions have been asked for.
+
+    The table grows in whole chunks of positions, so that a position's values do not depend on the batch that
+    first needed them.
+    """
+
+    def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
+        self.inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
+        self._cos = torch.empty(0, spec.dim // 2)
+        self._sin = torch.empty(0, spec.dim // 2)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [T] -> cos, sin float32 [T, R/2]."""
+        missing = int(positions.max()) + 1 - len(self._cos)
+        if missing > 0:
+            # at least doubling keeps the copying linear in the longest sequence
+            chunks = -(-max(missing, len(self._cos)) // _CHUNK)
+            angles = [self._angles(len(self._cos) + i * _CHUNK) for i in range(chunks)]
+            self._cos = torch.cat([self._cos, *(a.cos() * self.attention_factor for a in angles)])
+            self._sin = torch.cat([self._sin, *(a.sin() * self.attention_factor for a in angles)])
+        return self._cos[positions], self._sin[positions]
+
+    def _angles(self, start: int) -> Tensor:
+        return torch.arange(start, start + _CHUNK, dtype=torch.float32)[:, None] * self.inv_freq

@@ -1,0 +1,130 @@
+"""Which tensors a decoder is made of, and the check of a checkpoint against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from paged_backend.errors import ModelLoadError
+from paged_backend.models.checkpoint import Checkpoint, TensorSource
+from paged_backend.models.spec import DecoderSpec
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def expected_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Hugging Face tensor name -> shape of everything the decoder reads (without the head if it is tied)."""
+    hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tied:
+        shapes[HEAD] = (spec.vocab_size, hidden)
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for i in range(spec.num_layers):
+        at = f"model.layers.{i}."
+        if spec.fused_qkv:
+            linear(f"{at}self_attn.qkv_proj", q_size + 2 * kv_size, hidden, spec.qkv_bias)
+        else:
+            linear(f"{at}self_attn.q_proj", q_size, hidden, spec.qkv_bias)
+            linear(f"{at}self_attn.k_proj", kv_size, hidden, spec.qkv_bias)
+            linear(f"{at}self_attn.v_proj", kv_size, hidden, spec.qkv_bias)
+        linear(f"{at}self_attn.o_proj", hidden, q_size, spec.out_bias)
+        if spec.qk_norm:
+            shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (dim,)
+        if spec.fused_gate_up:
+            linear(f"{at}mlp.gate_up_proj", 2 * inner, hidden, spec.mlp_bias)
+        else:
+            linear(f"{at}mlp.gate_proj", inner, hidden, spec.mlp_bias)
+            linear(f"{at}mlp.up_proj", inner, hidden, spec.mlp_bias)
+        linear(f"{at}mlp.down_proj", hidden, inner, spec.mlp_bias)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if spec.sandwich_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for norm in norms:
+            shapes[f"{at}{norm}.weight"] = (hidden,)
+    return shapes
+
+
+def fit(checkpoint: Checkpoint, spec: DecoderSpec) -> tuple[DecoderSpec, dict[str, TensorSource]]:
+    """The tensors of ``spec`` by name, checked, and the spec with ``tied`` as the checkpoint really is.
+
+    Raises ModelLoadError naming the first tensor that is missing, unexpected or of the wrong shape.
+    """
+    sources, shapes = dict(checkpoint.tensors), dict(checkpoint.shapes)
+    if spec.architecture.endswith("ForConditionalGeneration"):
+        sources, shapes = _text_names(sources), _text_names(shapes)
+    spec = _resolve_tying(sources, shapes, spec, checkpoint.path)
+    expected = expected_shapes(spec)
+    for name, shape in expected.items():
+        if name not in sources:
+            hint = ""
+            if name == HEAD:
+                hint = "; if the head is the embedding, set tie_word_embeddings to true in config.json"
+            raise ModelLoadError(
+                f"{checkpoint.path} has no tensor {name!r}, which {spec.architecture} needs{hint}"
+            )
+        if tuple(shapes[name]) != shape:
+            raise ModelLoadError(
+                f"tensor {name!r} in {checkpoint.path} has shape {tuple(shapes[name])}, but config.json "
+                f"asks for {shape}"
+            )
+    for name in sources:
+        if (
+            name not in expected
+            and not (name == HEAD and spec.tied)
+            and not name.endswith("rotary_emb.inv_freq")
+        ):
+            raise ModelLoadError(
+                f"{checkpoint.path} has a tensor {name!r} that {spec.architecture} with this config.json has no use "
+                "for: the config does not describe these weights"
+            )
+    return spec, {name: sources[name] for name in expected}
+
+
+def _text_names(tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Names of the text model only, as a text-only checkpoint has them (both layouts in use for Gemma 3)."""
+    renamed = {}
+    for name, value in tensors.items():
+        if name.startswith(("vision_tower.", "multi_modal_projector.", "model.vision_tower.")):
+            continue
+        if name.startswith("model.multi_modal_projector."):
+            continue
+        name = name.removeprefix("language_model.")
+        renamed[name.replace("model.language_model.", "model.", 1)] = value
+    return renamed
+
+
+def _resolve_tying(
+    sources: dict[str, TensorSource], shapes: dict[str, tuple[int, ...]], spec: DecoderSpec, path: Path
+) -> DecoderSpec:
+    """What is in the file decides, as in transformers: a head that differs from the embedding is used."""
+    if not spec.tied or HEAD not in sources:
+        return spec
+    if EMBEDDING not in sources:
+        sources[EMBEDDING], shapes[EMBEDDING] = sources[HEAD], shapes[HEAD]
+        return spec
+    if shapes[HEAD] == shapes[EMBEDDING] and torch.equal(sources[HEAD](), sources[EMBEDDING]()):
+        return spec
+    logger.warning(
+        "%s says tie_word_embeddings, yet has an lm_head that differs from the embedding: using that head. "
+        "Set tie_word_embeddings to false in its config.json to silence this.",
+        path,
+    )
+    return dataclasses.replace(spec, tied=False)

@@ -1,0 +1,130 @@
+"""ModelRunner: runs one step of a model over the paged KV cache. It knows nothing of queues, streams or clients."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
+from paged_backend.models.spec import DecoderSpec
+from paged_backend.runner.batch import Batch, SequenceSlice
+from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
+
+
+class Model(Protocol):
+    """What can be run: the native decoder, or anything with the same forward."""
+
+    spec: DecoderSpec
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionInputs,
+        logit_rows: Tensor,
+        caches: Sequence[LayerCache],
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's part of a step.
+
+    piece: its tokens. rows: the samples to draw from the logits of its last token (several for n > 1, none
+    while the prompt is incomplete). scored_ids: for prompt logprobs, the token that follows each of the first
+    ``len(scored_ids)`` of ``piece.logit_rows``. num_top: how many alternatives to report for those.
+    """
+
+    piece: SequenceSlice
+    rows: list[SampleRow]
+    scored_ids: list[int] = field(default_factory=list)
+    num_top: int = 0
+
+
+@dataclass(slots=True)
+class Result:
+    """sampled: one per row of the work, an exception where that row alone could not be sampled."""
+
+    sampled: list[Sampled | Exception]
+    prompt_logprobs: list[Sampled]
+
+
+class ModelRunner:
+    """Owns the model's KV memory: ``num_blocks`` blocks of ``block_size`` tokens in every layer."""
+
+    def __init__(self, model: Model, kernels: Kernels, num_blocks: int, block_size: int) -> None:
+        spec = model.spec
+        self.model = model
+        self.kernels = kernels
+        self.block_size = block_size
+        self.vocab_size = spec.vocab_size
+        self.caches = kernels.empty_cache(
+            spec.num_layers, num_blocks, spec.num_kv_heads, spec.head_dim, block_size
+        )
+        self.sampler = Sampler()
+
+    @staticmethod
+    def block_bytes(spec: DecoderSpec, block_size: int) -> int:
+        """Bytes of one block over all layers (float32 keys and values)."""
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * 4
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        """Compute one step. Writing KV is idempotent, so a failed step may be run again in parts."""
+        batch = Batch.build([work.piece for work in works], self.block_size)
+        logits = self.model.forward(
+            batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
+        )
+        scores: list[list[Sampled]] = []
+        picks: list[int] = []
+        rows: list[SampleRow] = []
+        first = 0
+        for work in works:
+            count = len(work.scored_ids)
+            scores.append(
+                self.sampler.prompt_logprobs(logits[first : first + count], work.scored_ids, work.num_top)
+                if count
+                else []
+            )
+            first += len(work.piece.logit_rows)
+            picks.extend([first - 1] * len(work.rows))
+            rows.extend(work.rows)
+        sampled: list[Sampled | Exception] = []
+        if rows:
+            whole = picks == list(range(logits.shape[0]))
+            sampled = self.sampler.sample(logits if whole else logits[picks], rows)
+        drawn = iter(sampled)
+        return [Result([next(drawn) for _ in work.rows], score) for work, score in zip(works, scores)]
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
+        self.kernels.copy_blocks(self.caches, pairs)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Return the memory of ``blocks`` (ascending, holding nothing) to the operating system; Linux only."""
+        if not sys.platform.startswith("linux") or not blocks:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        page = mmap.PAGESIZE
+        runs: list[tuple[int, int]] = []
+        for block in blocks:
+            if runs and runs[-1][1] == block:
+                runs[-1] = (runs[-1][0], block + 1)
+            else:
+                runs.append((block, block + 1))
+        for cache in self.caches:
+            for tensor in (cache.key, cache.value):
+                size = tensor[0].nbytes
+                for low, high in runs:
+                    start = -(-(tensor.data_ptr() + low * size) // page) * page
+                    stop = (tensor.data_ptr() + high * size) // page * page
+                    if stop > start:
+                        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)

@@ -1,0 +1,308 @@
+"""Sampler: one token per row of logits, each row a function of that row alone.
+
+The processors follow transformers' ``LogitsProcessor`` definitions and order (repetition penalty, then the
+additive penalties, biases and masks, then temperature, top-k, top-p, min-p); minimum length, the output-only
+penalties and raw-logit logprobs follow vLLM. Every row is computed by itself, in numpy, in a fixed order of
+operations: its result cannot depend on the other rows, on how many there are, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from paged_backend.errors import RequestFailedError
+from paged_backend.sampling_params import SamplingParams
+
+_BLOCK = 256  # width of the blocks that maxima and sums are taken over first
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """What a row of logits is sampled with; read, never changed.
+
+    params: resolved, so no None in the fields of ``sampling_params.DEFAULTS``.
+    prompt_token_ids: read for repetition_penalty and bad words only. output_token_ids: tokens sampled so far.
+    seed: any int. The noise of a token is a function of (seed, len(output_token_ids)).
+    stop_ids: not sampled while ``len(output_token_ids) < params.min_tokens``: every end-of-sequence id of the
+    model (not only the tokenizer's) and the request's stop_token_ids.
+    bad_words_ids: token sequences whose last token is barred when the context ends with the tokens before it.
+    mask: bool [<= V], True where a token is allowed (a grammar); ids past its end are not allowed.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    mask: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One sampled (or scored) token.
+
+    logprob: of the raw logits, None unless asked for. rank: 1 for the most likely; equal logits rank by id.
+    top: the most likely (id, logprob, rank), best first; empty for ``logprobs=0``, None when not asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: list[tuple[int, float, int]] | None = None
+
+
+class Sampler:
+    """Stateless; may be shared between engines and threads."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Exception]:
+        """Sample one token per row.
+
+        logits: float [R, V], any device, left as it is (half precision is widened to float32 first).
+        Returns R items: a :class:`Sampled`, or the error of that row alone, :class:`RequestFailedError` for
+        logits that are not finite, for a distribution with every token masked and for ids outside the
+        vocabulary. Raises ValueError when ``rows`` and ``logits`` do not match.
+        """
+        _check_shape(logits, len(rows))
+        if not rows:
+            return []
+        if all(row.params.greedy and row.params.logprobs is None and not _processed(row) for row in rows):
+            return _greedy(logits)
+        return [self._guarded(values, row) for values, row in zip(_numpy(logits), rows)]
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[Sampled]:
+        """Score given tokens.
+
+        logits: float [P, V]; ``next_ids[i]`` is the token that followed position i; the k >= 0 most likely
+        tokens are listed per position. Raises RequestFailedError for logits that are not finite.
+        """
+        _check_shape(logits, len(next_ids))
+        return [_score(values, int(token), k) for values, token in zip(_numpy(logits), next_ids)]
+
+    def _guarded(self, raw: Array, row: SampleRow) -> Sampled | Exception:
+        try:
+            # Overflow to -inf is meant: a temperature near zero leaves only the maximum.
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                _finite_max(raw)
+                values = _process(raw, row) if _processed(row) else raw
+                token = int(values.argmax()) if row.params.greedy else _draw(values, row)
+                if row.params.logprobs is None:
+                    return Sampled(token)
+                return _score(raw, token, row.params.logprobs)
+        except Exception as error:  # the culprit gets its error, its batch-mates their tokens
+            return error
+
+
+def uniform(seed: int, position: int) -> float:
+    """The noise of one token: a float in [0, 1) with 53 random bits, a pure function of (seed, position)."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _check_shape(logits: torch.Tensor, rows: int) -> None:
+    if logits.dim() != 2 or logits.shape[0] != rows:
+        raise ValueError(f"logits must be [{rows}, V] for {rows} rows, got {list(logits.shape)}")
+
+
+def _numpy(logits: torch.Tensor) -> Array:
+    return logits.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+def _greedy(logits: torch.Tensor) -> list[Sampled | Exception]:
+    if logits.device.type == "cpu":
+        values = _numpy(logits)
+        ids = values.argmax(-1).tolist()  # the first of equal maxima; a NaN counts as the maximum
+        best = values[np.arange(len(ids)), ids]
+    else:
+        maxima, indices = logits.detach().max(-1)
+        ids, best = indices.tolist(), _numpy(maxima)
+    good = np.isfinite(best).tolist()
+    return [Sampled(token) if ok else _not_finite() for token, ok in zip(ids, good)]
+
+
+def _not_finite() -> RequestFailedError:
+    return RequestFailedError(
+        "the model gave logits that are not finite (NaN, inf or all -inf): check the weights and precision"
+    )
+
+
+def _finite_max(values: Array) -> np.float32:
+    best = values.max()  # NaN if there is one anywhere
+    if not np.isfinite(best):
+        raise _not_finite()
+    return best
+
+
+# -------------------------------------------------------------------------------- penalties, biases, masks
+
+
+def _processed(row: SampleRow) -> bool:
+    """Whether anything but temperature and truncation applies to this row now."""
+    p = row.params
+    return (
+        p.repetition_penalty != 1.0
+        or p.frequency_penalty != 0.0
+        or p.presence_penalty != 0.0
+        or bool(p.logit_bias)
+        or p.allowed_token_ids is not None
+        or bool(row.bad_words_ids)
+        or row.mask is not None
+        or len(row.output_token_ids) < p.min_tokens
+    )
+
+
+def _process(raw: Array, row: SampleRow) -> Array:
+    p, values = row.params, raw.copy()
+    vocab = len(values)
+    if p.repetition_penalty is not None and p.repetition_penalty != 1.0:
+        # A repeated id is read before any is written, so it is penalised once.
+        ids = np.array(row.prompt_token_ids + row.output_token_ids, np.int64)
+        ids = ids[(ids >= 0) & (ids < vocab)]  # placeholders of other modalities have no logit to change
+        score = values[ids]
+        values[ids] = np.where(score < 0, score * p.repetition_penalty, score / p.repetition_penalty)
+    if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0:
+        ids, counts = np.unique(np.array(row.output_token_ids, np.int64), return_counts=True)
+        values[ids] -= (p.frequency_penalty * counts + p.presence_penalty).astype(np.float32)
+    if p.logit_bias:
+        ids = _checked("logit_bias", tuple(p.logit_bias), vocab)
+        values[ids] += np.fromiter(p.logit_bias.values(), np.float32, len(ids))
+    if len(row.output_token_ids) < p.min_tokens:
+        values[[i for i in row.stop_ids if 0 <= i < vocab]] = -np.inf
+    if p.allowed_token_ids is not None:
+        ids = _checked("allowed_token_ids", p.allowed_token_ids, vocab)
+        kept = values[ids]
+        values.fill(-np.inf)
+        values[ids] = kept
+    for word in row.bad_words_ids:
+        if word and 0 <= word[-1] < vocab and _ends_with(row, word[:-1]):
+            values[word[-1]] = -np.inf
+    if row.mask is not None:
+        allowed = row.mask.detach().to("cpu", torch.bool).numpy()[:vocab]
+        np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
+        values[len(allowed) :] = -np.inf
+    if not np.isfinite(values.max()):
+        raise RequestFailedError(
+            "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the "
+            "grammar together mask the whole vocabulary, or a penalty overflowed; relax one of them"
+        )
+    return values
+
+
+def _checked(name: str, ids: Sequence[int], vocab: int) -> Array:
+    array = np.array(ids, np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < vocab:
+        raise RequestFailedError(f"{name} has an id outside the vocabulary of {vocab}: {array.max()}")
+    return array
+
+
+def _ends_with(row: SampleRow, prefix: tuple[int, ...]) -> bool:
+    n, output = len(prefix), row.output_token_ids
+    if n <= len(output):
+        return tuple(output[len(output) - n :]) == prefix
+    missing = n - len(output)
+    return missing <= len(row.prompt_token_ids) and (*row.prompt_token_ids[-missing:], *output) == prefix
+
+
+# -------------------------------------------------------------------------------- drawing and scoring
+
+
+def _draw(values: Array, row: SampleRow) -> int:
+    """Temperature, top-k, top-p, min-p, then the inverse CDF in the order of token ids."""
+    p = row.params
+    ids: Array | None = None
+    best = values.max()
+    if p.top_k and 0 < p.top_k < len(values):
+        ids = _top_set(values, p.top_k)
+        values = values[ids]
+    # Shifted by the maximum first, so that a tiny temperature cannot overflow upwards.
+    scaled = (values - best) / max(p.temperature or 0.0, 1e-30)
+    weights = np.exp(scaled)
+    kept: Array | None = None
+    if p.top_p is not None and p.top_p < 1.0:
+        kept = _nucleus(scaled, weights, p.top_p)
+    if p.min_p:
+        likely = weights >= np.float32(p.min_p)  # the largest weight is exactly 1
+        kept = likely if kept is None else kept & likely
+    if kept is not None:
+        inside = np.flatnonzero(kept)
+        ids, weights = inside if ids is None else ids[inside], weights[inside]
+    noise = uniform(row.seed, len(row.output_token_ids))
+    picked = _cross(weights, noise * float(weights.sum()), "right")
+    return picked if ids is None else int(ids[picked])
+
+
+def _top_set(values: Array, k: int) -> Array:
+    """Ids, ascending, of every value that is at least the k-th largest (so more than k on a tie)."""
+    size, blocks = len(values), len(values) // _BLOCK
+    if 2 * k > blocks:
+        return np.flatnonzero(values >= np.partition(values, size - k)[size - k])
+    # The k-th largest block maximum has k values at or above it, so it is a lower bound of the k-th value;
+    # few values pass it.
+    maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
+    ids = np.flatnonzero(values >= np.partition(maxima, blocks - k)[blocks - k])
+    values = values[ids]
+    return ids[values >= np.partition(values, len(values) - k)[len(values) - k]]
+
+
+def _nucleus(scaled: Array, weights: Array, top_p: float) -> Array:
+    """Bool [n]: the fewest most likely tokens whose mass reaches top_p; of equal ones the lower ids.
+
+    A token belongs to it if the mass of those more likely is below top_p. Tokens below (1 - top_p) / n each
+    add up to less than 1 - top_p however many they are, so only the others are sorted (0.5: for rounding).
+    """
+    total = float(weights.sum())
+    order = np.sort(np.compress(weights >= 0.5 * (1.0 - top_p) * total / len(weights), scaled))[::-1]
+    count = _cross(np.exp(order), top_p * total, "left") + 1
+    threshold = order[count - 1]
+    kept = scaled >= threshold
+    excess = int(np.count_nonzero(kept)) - count
+    if excess > 0:
+        kept[np.flatnonzero(scaled == threshold)[-excess:]] = False
+    return kept
+
+
+def _cross(weights: Array, target: float, side: Literal["left", "right"]) -> int:
+    """First index whose running sum reaches (left) or exceeds (right) the target; weights float32 [n] >= 0.
+
+    When rounding leaves the total short of the target: the last index that has a weight.
+    """
+    start = 0
+    if len(weights) > 4 * _BLOCK:  # which block, then where in it: far cheaper than one long running sum
+        mass = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
+        block = _find(mass, target, side)
+        target -= float(mass[block - 1]) if block else 0.0
+        start = block * _BLOCK
+        weights = weights[start : start + _BLOCK]
+    return start + _find(np.cumsum(weights, dtype=np.float64), target, side)
+
+
+def _find(mass: Array, target: float, side: Literal["left", "right"]) -> int:
+    index = int(np.searchsorted(mass, target, side))
+    return index if index < len(mass) else int(np.searchsorted(mass, mass[-1]))
+
+
+def _score(raw: Array, token: int, k: int) -> Sampled:
+    """Logprob and rank of a token, and of the k best, under softmax of the raw float32 logits."""
+    if not 0 <= token < len(raw):
+        raise RequestFailedError(f"token id {token} is outside the vocabulary of {len(raw)}")
+    best = _finite_max(raw)
+    log_sum = np.log(np.exp(raw - best).sum())
+    top: list[tuple[int, float, int]] = []
+    if k > 0:
+        ids = _top_set(raw, k) if k < len(raw) else np.arange(len(raw))
+        ids = ids[np.argsort(-raw[ids], kind="stable")[:k]]
+        logprobs = raw[ids] - best - log_sum
+        top = list(zip(ids.tolist(), logprobs.tolist(), range(1, k + 1)))
+        for listed, logprob, rank in top:
+            if listed == token:
+                return Sampled(token, logprob, rank, top)
+    value = raw[token]
+    above = np.count_nonzero(raw > value) + np.count_nonzero(raw[:token] == value)
+    return Sampled(token, float(value - best - log_sum), 1 + int(above), top)

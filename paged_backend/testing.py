@@ -1,0 +1,112 @@
+"""ScriptedRunner: stands in for a model where a test wants the real scheduler, cache and text path without floats.
+
+Its "KV cache" stores token ids in the very slots the engine names, and the next token is a function of what it reads back
+through the block table. A wrong slot, a stale prefix, a missed copy or a block freed too early therefore changes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paged_backend.cache.manager import CacheManager
+from paged_backend.engine.engine import EngineCore
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.runner.model_runner import Result, Work
+from paged_backend.runner.sampler import Sampled
+
+NextToken = Callable[[list[int]], int]
+POISON = -1
+
+
+def mixing_next_token(vocab_size: int) -> NextToken:
+    """A next-token function that depends on every token of the context and on its order."""
+
+    def next_token(context: list[int]) -> int:
+        state = 17
+        for token in context:
+            state = (state * 31 + token + 7) % 1_000_003
+        return state % vocab_size
+
+    return next_token
+
+
+class ScriptedRunner:
+    """next_token: called with a sequence's whole context as read from the cache. window: as in the cache manager."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        vocab_size: int = 1000,
+        next_token: NextToken | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.window = window
+        self.next_token = next_token or mixing_next_token(vocab_size)
+        self.memory = [[POISON] * block_size for _ in range(num_blocks)]
+        self.num_runs = 0
+        self.before_run: Callable[[Sequence[Work]], None] = lambda works: None
+        """Fault injection: called with each run's works before anything is written."""
+
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        self.num_runs += 1
+        self.before_run(works)
+        for work in works:
+            piece = work.piece
+            for offset, token in enumerate(piece.token_ids):
+                block, slot = divmod(piece.start + offset, self.block_size)
+                if piece.block_ids[block] == 0:
+                    raise AssertionError("the engine asked to write to the null block")
+                self.memory[piece.block_ids[block]][slot] = token
+        return [self._result(work) for work in works]
+
+    def _result(self, work: Work) -> Result:
+        end = work.piece.start + len(work.piece.token_ids)
+        sampled: list[Sampled | Exception] = []
+        for row in work.rows:
+            context = self._read(work, end)
+            token = (self.next_token(context) + (row.seed if row.params.temperature else 0)) % self.vocab_size
+            sampled.append(Sampled(token, -1.0, 1, None))
+        scores = [Sampled(token, -float(token), 1, []) for token in work.scored_ids]
+        return Result(sampled, scores)
+
+    def _read(self, work: Work, end: int) -> list[int]:
+        first = 0 if self.window is None else max(end - self.window, 0)
+        context = []
+        for position in range(first, end):
+            block, slot = divmod(position, self.block_size)
+            token = self.memory[work.piece.block_ids[block]][slot]
+            if token == POISON:
+                raise AssertionError(f"position {position} was read before it was written")
+            context.append(token)
+        return context
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self.memory[destination] = list(self.memory[source])
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.memory[block] = [POISON] * self.block_size
+
+
+def scripted_core(
+    num_blocks: int = 64,
+    block_size: int = 16,
+    *,
+    runner: ScriptedRunner | None = None,
+    next_token: NextToken | None = None,
+    window: int | None = None,
+    prefix_caching: bool = True,
+    max_model_len: int = 4096,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    always_check: bool = True,
+) -> EngineCore:
+    """An :class:`EngineCore` over a scripted runner, checking every invariant after every step."""
+    runner = runner or ScriptedRunner(num_blocks, block_size, next_token=next_token, window=window)
+    cache = CacheManager(num_blocks, block_size, window, prefix_caching)
+    scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return EngineCore(runner, cache, scheduler, max_model_len, always_check)
