@@ -26,7 +26,7 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
         torch.set_num_threads(config.threads)
     kernels = select_kernels(config.kernels, config.threads)
     model = load_model(config, kernels)
-    tokenizer = load_tokenizer(config.tokenizer or str(model.tokenizer_source), model.checkpoint)
+    tokenizer = load_tokenizer(model.tokenizer_source, model.checkpoint)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
     runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size)
@@ -39,7 +39,7 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
         tokenizer,
         config,
         eos_token_ids=model.eos_token_ids,
-        generation_config=model.generation_config,
+        generation_config=model.checkpoint.generation_config,
         block_bytes=block_bytes,
         on_release=on_release,
     )

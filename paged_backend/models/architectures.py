@@ -1,13 +1,13 @@
-"""Hugging Face config.json -> DecoderSpec, by rules. Defaults are those of transformers' config classes, which files omit."""
+"""Hugging Face config.json -> DecoderSpec, by rules that follow transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from paged_backend.errors import UnsupportedModelError
+from paged_backend.models.families import BY_MODEL_TYPE, FAMILIES, Family
 from paged_backend.models.rope_config import rope_for_layers
 from paged_backend.models.spec import DecoderSpec
 
@@ -26,151 +26,9 @@ _ACTIVATIONS = MappingProxyType(
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a family fixes in code. ``defaults``: config values that its files may leave out."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    windows: str = "none"  # none | all (one window for every layer) | qwen | alternating (layer types)
-    activation_key: str = "hidden_act"
-    qkv_bias: bool = False
-    optional_bias: bool = False  # attention_bias puts a bias on q, k, v and o
-    optional_mlp_bias: bool = False
-    fused: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    gemma: bool = False  # norms multiply by 1 + weight, embeddings by sqrt(hidden_size)
-    softcaps: bool = False
-
-
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-_QWEN_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-_GEMMA_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
-    "head_dim": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-_GEMMA3 = _Family(
-    {
-        **_GEMMA_DEFAULTS,
-        "max_position_embeddings": 131072,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-    },
-    windows="alternating",
-    activation_key="hidden_activation",
-    optional_bias=True,
-    qk_norm=True,
-    sandwich_norms=True,
-    gemma=True,
-    softcaps=True,
-)
-
-_FAMILIES: Mapping[str, _Family] = MappingProxyType(
-    {
-        "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, optional_bias=True, optional_mlp_bias=True),
-        "MistralForCausalLM": _Family(
-            {
-                **_LLAMA_DEFAULTS,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 4096,
-            },
-            windows="all",
-        ),
-        "Qwen2ForCausalLM": _Family(_QWEN_DEFAULTS, windows="qwen", qkv_bias=True),
-        "Qwen3ForCausalLM": _Family(
-            {**_QWEN_DEFAULTS, "head_dim": 128}, windows="qwen", optional_bias=True, qk_norm=True
-        ),
-        "GemmaForCausalLM": _Family(
-            {
-                **_GEMMA_DEFAULTS,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 16,
-                "hidden_act": "gelu_pytorch_tanh",
-            },
-            optional_bias=True,
-            gemma=True,
-        ),
-        "Gemma2ForCausalLM": _Family(
-            {
-                **_GEMMA_DEFAULTS,
-                "sliding_window_pattern": 2,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-            },
-            windows="alternating",
-            activation_key="hidden_activation",
-            optional_bias=True,
-            sandwich_norms=True,
-            gemma=True,
-            softcaps=True,
-        ),
-        "Gemma3ForCausalLM": _GEMMA3,
-        "Gemma3ForConditionalGeneration": _GEMMA3,
-        "Phi3ForCausalLM": _Family(
-            {
-                "rms_norm_eps": 1e-5,
-                "max_position_embeddings": 4096,
-                "original_max_position_embeddings": 4096,
-                "bos_token_id": 1,
-                "eos_token_id": 32000,
-                "pad_token_id": 32000,
-                "tie_word_embeddings": False,
-                "hidden_act": "silu",
-            },
-            windows="all",
-            fused=True,
-        ),
-    }
-)
-
-_BY_MODEL_TYPE = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "gemma": "GemmaForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "gemma3": "Gemma3ForConditionalGeneration",
-        "gemma3_text": "Gemma3ForCausalLM",
-        "phi3": "Phi3ForCausalLM",
-    }
-)
-
-
 def supported_architectures() -> tuple[str, ...]:
     """Names that ``config.json`` may have under ``architectures``."""
-    return tuple(_FAMILIES)
+    return tuple(FAMILIES)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -179,18 +37,18 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     Raises UnsupportedModelError naming it and the supported ones.
     """
     named = config.get("architectures") or []
-    name = named[0] if named else _BY_MODEL_TYPE.get(config.get("model_type", ""), config.get("model_type"))
-    if name not in _FAMILIES:
+    name = named[0] if named else BY_MODEL_TYPE.get(config.get("model_type", ""), config.get("model_type"))
+    if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"architecture {name!r} is not supported; supported are {', '.join(_FAMILIES)}"
+            f"architecture {name!r} is not supported; supported are {', '.join(FAMILIES)}"
         )
     return str(name)
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
-    """The decoder that a config.json describes. Raises UnsupportedModelError naming what cannot be honoured."""
+    """The decoder that a config.json describes. Raises UnsupportedModelError naming what is not supported."""
     architecture = architecture_of(config)
-    family = _FAMILIES[architecture]
+    family = FAMILIES[architecture]
     merged = _merge(config, family)
     _refuse_unsupported(merged, architecture)
 
@@ -257,8 +115,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 _EXTENDING = ("linear", "dynamic", "yarn")
 
 
-def _merge(config: Mapping[str, Any], family: _Family) -> dict[str, Any]:
-    """One flat config: family defaults, the text part of a multimodal config, and what only its top level says."""
+def _merge(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """One flat config: family defaults, the text part of a multimodal config, what its top level says."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return {**family.defaults, **config}
@@ -271,8 +129,8 @@ def _refuse_unsupported(merged: Mapping[str, Any], architecture: str) -> None:
     if merged.get("quantization_config"):
         method = merged["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModelError(
-            f"quantization_config (method {method!r}) is not supported: load the unquantized checkpoint, and quantize "
-            "it here with quantization='int8' or 'int4'"
+            f"quantization_config (method {method!r}) is not supported: load the unquantized checkpoint "
+            "and quantize it here with quantization='int8' or 'int4'"
         )
     if merged.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention is not supported: this engine is causal")
@@ -280,7 +138,7 @@ def _refuse_unsupported(merged: Mapping[str, Any], architecture: str) -> None:
         raise UnsupportedModelError("attn_logit_softcapping is not supported for Gemma 3, which has none")
 
 
-def _activation(merged: Mapping[str, Any], family: _Family) -> str:
+def _activation(merged: Mapping[str, Any], family: Family) -> str:
     name = merged[family.activation_key]
     if family.gemma and family.activation_key == "hidden_act" and name == "gelu":
         return "gelu_tanh"  # first Gemma's configs say gelu and mean its tanh approximation
@@ -291,7 +149,7 @@ def _activation(merged: Mapping[str, Any], family: _Family) -> str:
     return _ACTIVATIONS[name]
 
 
-def _layer_types(merged: dict[str, Any], family: _Family, layers: int) -> tuple[str, ...]:
+def _layer_types(merged: dict[str, Any], family: Family, layers: int) -> tuple[str, ...]:
     """``sliding_attention`` or ``full_attention`` for each layer, as transformers decides it."""
     given = merged.get("layer_types")
     window = merged.get("sliding_window")
@@ -314,9 +172,9 @@ def _layer_types(merged: dict[str, Any], family: _Family, layers: int) -> tuple[
             f"layer_types must name {SLIDING} or {FULL} for each of the {layers} layers, got {given!r}"
         )
     if family.windows in ("none", "all") and list(given) != derived:
-        # transformers ignores layer_types in these families: whichever reading we took, one party would be wrong
+        # transformers ignores layer_types here: whichever reading we took, somebody would be surprised
         raise UnsupportedModelError(
-            f"layer_types {given!r} contradicts sliding_window {window!r} in this architecture: make them agree"
+            f"layer_types {given!r} contradicts sliding_window {window!r} in this family: make them agree"
         )
     if SLIDING in given and window is None:
         raise UnsupportedModelError(

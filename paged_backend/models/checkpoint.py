@@ -19,9 +19,9 @@ class Checkpoint:
     config: the content of Hugging Face's ``config.json`` (``architectures``, ``hidden_size``, ...).
     tensors: Hugging Face tensor name (``model.embed_tokens.weight``, ``lm_head.weight``,
         ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew: a
-        safetensors reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Any float dtype;
-        linears are [out, in] as torch has them, query and key rows in Hugging Face's "rotate half" order.
-        A tied model may leave ``lm_head.weight`` out.
+        safetensors reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Any float
+        dtype; linears are [out, in] as torch has them, query and key rows in Hugging Face's "rotate half"
+        order. A tied model may leave ``lm_head.weight`` out.
     shapes: tensor name -> shape, known without reading the tensor.
     generation_config: the content of ``generation_config.json``, {} if there is none.
     path: the folder or file the model came from, for messages and as registry key.

@@ -72,8 +72,9 @@ class Decoder:
     ) -> Tensor:
         """One step over a flat batch -> logits float32 [R, vocab].
 
-        input_ids, positions: int64 [T]. logit_rows: int64 [R], rows of the batch whose logits are wanted, possibly
-        none. caches: one per layer; this step's keys and values are written at ``attention.slot_mapping``.
+        input_ids, positions: int64 [T]. logit_rows: int64 [R], rows of the batch whose logits are wanted,
+        possibly none. caches: one per layer; this step's keys and values are written at
+        ``attention.slot_mapping``.
         """
         kernels, spec = self.kernels, self.spec
         eps = spec.norm_eps

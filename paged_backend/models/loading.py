@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,16 +28,23 @@ _HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "vocab*", "mer
 class LoadedModel:
     """A model ready to run. max_model_len: longest prompt + output it serves.
 
-    tokenizer_source, tokenizer_options: arguments of ``AutoTokenizer.from_pretrained``.
+    spec: as the weights really are (see ``fit``). tokenizer_source: the tokenizer asked for, or else that of
+    the checkpoint.
     """
 
     decoder: Decoder
     spec: DecoderSpec
-    config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
+    checkpoint: Checkpoint
     tokenizer_source: str
-    tokenizer_options: Mapping[str, Any]
     max_model_len: int
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence, from the generation config (a number or a list), else the config."""
+        eos = self.checkpoint.generation_config.get("eos_token_id")
+        if eos is None:
+            return self.spec.eos_token_ids
+        return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
 
 def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
@@ -52,16 +58,15 @@ def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     max_model_len = config.max_model_len or spec.max_position
     if max_model_len > spec.max_position_limit:
         raise ModelLoadError(
-            f"max_model_len {max_model_len} is beyond what {checkpoint.path} supports: at most {spec.max_position_limit}"
+            f"max_model_len {max_model_len} is beyond what {checkpoint.path} supports: "
+            f"at most {spec.max_position_limit}"
         )
     decoder = Decoder(spec, weights, kernels, config.quantization or config.dtype, max_model_len)
     return LoadedModel(
         decoder=decoder,
         spec=decoder.spec,
-        config=checkpoint.config,
-        generation_config=checkpoint.generation_config,
+        checkpoint=checkpoint,
         tokenizer_source=config.tokenizer or checkpoint.tokenizer_source,
-        tokenizer_options={} if config.tokenizer else checkpoint.tokenizer_options,
         max_model_len=max_model_len,
     )
 
@@ -86,7 +91,7 @@ def resolve_model(model: str) -> Path:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Config and lazily read tensors of a folder with safetensors or of a .gguf file. Raises ModelLoadError."""
+    """Config and lazily read tensors of a safetensors folder or a .gguf file. Raises ModelLoadError."""
     path = Path(path)
     if path.suffix == ".gguf":
         from paged_backend.models import gguf
@@ -139,8 +144,9 @@ def _shards(path: Path) -> dict[str, list[str]]:
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
     if pickles:
         raise ModelLoadError(
-            f"{path} has only pickled weights ({pickles[0]}), which can run code when read and are refused: convert them "
-            "with transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            f"{path} has only pickled weights ({pickles[0]}), which can run code when read and are "
+            "refused: convert them with transformers, "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise ModelLoadError(f"{path} has no weights: neither {WEIGHTS} nor {INDEX}")
 
@@ -194,7 +200,8 @@ def _download(model: str) -> Path:
         raise ModelLoadError(f"{model!r} is neither an existing path nor a valid hub id: {error}") from error
     except LocalEntryNotFoundError as error:
         raise ModelLoadError(
-            f"{model!r} is not in the local cache and the hub cannot be reached: check the network, or give a local folder"
+            f"{model!r} is not in the local cache and the hub cannot be reached: check the network, "
+            "or give a local folder"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelLoadError(f"downloading {model!r} from the hub failed: {error}") from error

@@ -1,13 +1,14 @@
 """Rotary position embeddings: frequencies of every rope type, and cos/sin of a flat batch.
 
 Two types depend on the length of the sequence: longrope has one set of frequencies for short and one for
-long sequences, dynamic NTK stretches its base as the sequence grows. transformers decides in each forward call
-by the longest sequence of the batch, so the answer to a prompt depends on its neighbours, and keys cached before
-the switch keep the old rotation. Here keys outlive a call and are shared between requests, so the choice is made
-once per engine, by the longest sequence it may serve (``max_model_len``): a request's numbers depend on neither
-chunking, cache hits nor neighbours. This equals transformers for each sequence on the same side of the limit
-as ``max_model_len`` (for dynamic: always, as long as max_model_len stays within the model's own context, which
-is the default). To serve only short sequences with a longrope model, lower max_model_len to the original context.
+long sequences, dynamic NTK stretches its base as the sequence grows. transformers decides in each forward
+call by the longest sequence of the batch, so the answer to a prompt depends on its neighbours, and keys
+cached before the switch keep the old rotation. Here keys outlive a call and are shared between requests, so
+the choice is made once per engine, by the longest sequence it may serve (``max_model_len``): a request's
+numbers depend on neither chunking, cache hits nor neighbours. This equals transformers for each sequence on
+the same side of the limit as ``max_model_len`` (for dynamic: always, as long as max_model_len stays within
+the model's own context, which is the default). To serve only short sequences with a longrope model, lower
+max_model_len to the original context.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _stretched_base(spec: RopeSpec, max_model_len: int) -> float:
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Slow rotations are interpolated, fast ones kept, those between blended by their turns per old context."""
+    """Slow rotations are interpolated, fast ones kept, those between blended by how often they turn."""
     turns = spec.original_max_position * inv_freq / (2 * math.pi)
     keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     keep = keep.clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Rope settings of a config.json -> RopeSpec, old style (rope_theta, rope_scaling) or new (rope_parameters)."""
+"""Rope settings of a config.json, old style (rope_scaling) or new (rope_parameters), -> RopeSpec."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class DecoderSpec:
     windows: one entry per layer, None is full attention. ropes: per layer an index into ``rope_specs``.
     max_position: the model's context. max_position_limit: longest context that its rope scaling allows, at
     least max_position. scale: multiplier of attention scores. tied: the head is the embedding.
-    out_bias: bias of the attention output. fused_qkv, fused_gate_up: the checkpoint stores them as one matrix.
-    qk_norm: RMS norm of each query and key head. sandwich_norms: norms after attention and MLP as well as
-    before. norm_plus_one: norms multiply by 1 + weight.
+    out_bias: bias of the attention output. fused_qkv, fused_gate_up: the checkpoint stores them as one
+    matrix. qk_norm: RMS norm of each query and key head. sandwich_norms: norms after attention and MLP as
+    well as before. norm_plus_one: norms multiply by 1 + weight.
     """
 
     architecture: str

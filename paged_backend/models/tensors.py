@@ -92,8 +92,8 @@ def fit(checkpoint: Checkpoint, spec: DecoderSpec) -> tuple[DecoderSpec, dict[st
             and not name.endswith("rotary_emb.inv_freq")
         ):
             raise ModelLoadError(
-                f"{checkpoint.path} has a tensor {name!r} that {spec.architecture} with this config.json has no use "
-                "for: the config does not describe these weights"
+                f"{checkpoint.path} has a tensor {name!r} that {spec.architecture} has no use for: its "
+                "config.json does not describe these weights"
             )
     return spec, {name: sources[name] for name in expected}
 

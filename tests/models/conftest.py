@@ -30,7 +30,7 @@ class Sequence_:
 
 
 class PagedModel:
-    """A loaded model over a pool whose every slot starts as NaN and whose blocks are handed out in random order."""
+    """A loaded model over a pool that starts as NaN, whose blocks are handed out in random order."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 400, seed: int = 0) -> None:
         self.spec, self.decoder, self.kernels = loaded.spec, loaded.decoder, loaded.decoder.kernels

@@ -139,7 +139,7 @@ def test_greedy_tokens_equal_generate_over_64_steps(pair):
 
 
 def test_sequences_in_one_flat_batch_do_not_see_each_other(pair, close, new_sequence):
-    # the long prompt comes first so that a length-dependent rope of transformers is on its long side throughout
+    # the long prompt comes first so that transformers stays on the long side of a longrope
     prompts = [PROMPT, PROMPT[5:35], PROMPT[::-1]]
     sequences = [new_sequence() for _ in prompts]
     first = pair.ours.step([(s, p[:13]) for s, p in zip(sequences, prompts)])
@@ -219,7 +219,7 @@ def property_pair(request, make_pair):
 def test_any_split_after_any_prefix_hit_gives_the_same_logits(
     property_pair, close, new_sequence, cuts, cached
 ):
-    # vLLM PR #36580, nano-vllm #212, transformers #43082 and #45943: wrong positions or slots in chunked prefill
+    # vLLM PR #36580, nano-vllm #212, transformers #43082, #45943: wrong positions or slots of chunks
     pair, theirs = property_pair
     free = list(pair.ours.free)
     owner, sequence = new_sequence(), new_sequence()

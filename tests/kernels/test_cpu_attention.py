@@ -1,0 +1,149 @@
+"""C paged attention against a dense fp64 formula, with NaN in all memory that no query may see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.cpu.backend import CpuKernels
+from paged_backend.kernels.cpu.build import build
+
+Sequences = list[tuple[int, int]]  # (context length, new tokens)
+
+
+def _flags() -> list[tuple[str, ...] | None]:
+    """The machine's own instruction set, AVX2 if it has that, and the portable code."""
+    if "AVX" not in torch.backends.cpu.get_cpu_capability():
+        return [None, ()]
+    return [None, ("-mavx2", "-mfma"), ()]
+
+
+@pytest.fixture(scope="module", params=_flags(), ids=lambda f: "native" if f is None else "-".join(f) or "generic")
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(1, build(request.param))
+
+
+class Case:
+    """Random K and V of some sequences, scattered over a NaN-filled pool; blocks a window has passed are block 0."""
+
+    def __init__(self, contexts: list[int], kv_heads: int, dim: int, size: int = 16) -> None:
+        self.contexts, self.kv_heads, self.dim, self.size = contexts, kv_heads, dim, size
+        counts = [-(-c // size) for c in contexts]
+        total = sum(counts) + 1
+        ids = torch.randperm(total - 1) + 1
+        self.blocks = list(ids.split(counts))
+        self.k = [torch.randn(c, kv_heads, dim) for c in contexts]
+        self.v = [torch.randn(c, kv_heads, dim) for c in contexts]
+        self.cache = LayerCache(
+            torch.full((total, kv_heads, dim, size), float("nan")),
+            torch.full((total, kv_heads, size, dim), float("nan")),
+        )
+        for blocks, k, v in zip(self.blocks, self.k, self.v):
+            for j in range(len(k)):
+                self.cache.key[blocks[j // size], :, :, j % size] = k[j]
+                self.cache.value[blocks[j // size], :, j % size] = v[j]
+
+    def run(
+        self, kernels: CpuKernels, picks: list[tuple[int, int, int]], queries: list[torch.Tensor], **options: object
+    ) -> list[torch.Tensor]:
+        """picks: (sequence, first position, stop position); queries[s]: [context, H, D] of the whole sequence."""
+        window = options.get("window")
+        width = max(len(b) for b in self.blocks) + 1
+        table = torch.zeros(len(picks), width, dtype=torch.int32)
+        for i, (s, start, _) in enumerate(picks):
+            table[i, : len(self.blocks[s])] = self.blocks[s]
+            if isinstance(window, int):
+                table[i, : max(0, start - window + 1) // self.size] = 0
+        lens = torch.tensor([stop - start for _, start, stop in picks])
+        inputs = AttentionInputs(
+            torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).int(),
+            torch.tensor([stop for _, _, stop in picks], dtype=torch.int32),
+            table,
+            torch.zeros(int(lens.sum()), dtype=torch.int64),
+        )
+        q = torch.cat([queries[s][start:stop] for s, start, stop in picks])
+        padded = torch.full((q.shape[0], q.shape[1] + 2, self.dim), float("nan"))  # a strided view, as of a qkv matrix
+        padded[:, : q.shape[1]] = q
+        out = kernels.paged_attention(
+            kernels.plan(inputs), padded[:, : q.shape[1]], self.cache, self.dim**-0.5, **options  # type: ignore[arg-type]
+        )
+        return list(out.split(lens.tolist()))
+
+    def dense(
+        self, s: int, start: int, stop: int, q: torch.Tensor, window: int | None = None, softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        heads = q.shape[1]
+        k = self.k[s][:stop].double().repeat_interleave(heads // self.kv_heads, 1)
+        v = self.v[s][:stop].double().repeat_interleave(heads // self.kv_heads, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].double(), k) * self.dim**-0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(heads, stop - start, 1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).reshape(stop - start, -1)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 20])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (2, 2), (4, 1), (8, 1), (5, 1), (14, 2), (50, 1)])
+@pytest.mark.parametrize("variant", ["plain", "window", "softcap", "sinks", "all"])
+def test_attention_equals_dense(kernels: CpuKernels, heads: int, kv_heads: int, dim: int, variant: str) -> None:
+    size = (16, 32, 4)[(heads + dim) % 3]
+    case = Case([1, 15, 64, 77, 130, 200], kv_heads, dim, size)
+    queries = [torch.randn(c, heads, dim) * 3 for c in case.contexts]
+    options: dict[str, object] = {}
+    if variant in ("window", "all"):
+        options["window"] = 37
+    if variant in ("softcap", "all"):
+        options["softcap"] = 5.0
+    if variant in ("sinks", "all"):
+        options["sinks"] = torch.randn(heads) * 2
+    picks = [(0, 0, 1), (1, 10, 15), (2, 63, 64), (3, 30, 77), (4, 129, 130), (5, 180, 200)]
+    for pick, out in zip(picks, case.run(kernels, picks, queries, **options)):
+        expected = case.dense(*pick, queries[pick[0]], **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dim", "size"), [(64, 16), (80, 32), (40, 8)])
+@pytest.mark.parametrize("window", [None, 100, 600])
+def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(
+    kernels: CpuKernels, dim: int, size: int, window: int | None
+) -> None:
+    case = Case([1300, 90, 700], 2, dim, size)
+    queries = [torch.randn(c, 6, dim) for c in case.contexts]
+    options: dict[str, object] = {"window": window, "sinks": torch.randn(6)}
+    whole = case.run(kernels, [(0, 900, 1300), (1, 0, 90), (2, 0, 700)], queries, **options)
+    torch.testing.assert_close(
+        whole[0].double(), case.dense(0, 900, 1300, queries[0], **options), rtol=1e-5, atol=2e-5  # type: ignore[arg-type]
+    )
+    expected = [torch.cat([torch.zeros(900, 6 * dim), whole[0]]), whole[1], whole[2]]
+    picks_of = [
+        [(0, 1299, 1300)],
+        [(0, 1001, 1018), (1, 89, 90), (2, 511, 530)],
+        [(0, 1033, 1040)],
+        [(2, 600, 700), (0, 900, 901)],
+        [(2, 512, 513)],
+        [(2, 511, 512)],
+        [(1, 5, 77)],
+    ]
+    for threads in (1, 2, 3):
+        kernels.threads = threads
+        try:
+            for picks in picks_of:
+                for (s, start, stop), out in zip(picks, case.run(kernels, picks, queries, **options)):
+                    assert torch.equal(out, expected[s][start:stop]), (threads, s, start, stop)
+        finally:
+            kernels.threads = 1
+
+
+def test_scores_of_any_size_stay_finite(kernels: CpuKernels) -> None:
+    case = Case([300], 1, 64)
+    queries = [torch.randn(300, 2, 64) * 1000]
+    out = case.run(kernels, [(0, 250, 300)], queries)[0]
+    torch.testing.assert_close(out.double(), case.dense(0, 250, 300, queries[0]), rtol=1e-3, atol=1e-3)
