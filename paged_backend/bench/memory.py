@@ -1,0 +1,341 @@
+"""KV memory under one trace: ours, and the contiguous reservation that paged attention replaced.
+
+Ours is the engine itself (EngineCore, scheduler, cache) with a runner that follows the trace's lengths; the scheduler is
+told only that a request may grow to the context's end, never how long it will be. The baselines keep the
+iteration-level scheduling (decodes first, then prefill chunks, then admission with bounded skip-ahead, one token budget), so that
+only the memory policy differs. They reserve contiguous slots at admission:
+
+    max     the whole context
+    pow2    the prompt, and the output's true length rounded up to a power of two (the paper's Orca (Pow2))
+    oracle  exactly what the request will use, which nobody can know
+
+After each step every slot of the pool is in one state, as in the paper's figure 2: ``tokens`` hold KV; ``reserved``
+will, but not yet; ``internal`` is allocated and never will; ``external`` is free and enough for the request that
+waits, but in holes; ``unallocated`` is the rest. Figures are averaged over the loaded part: steps after which somebody waits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paged_backend.bench.arena import Arena, BuddyArena, FirstFitArena
+from paged_backend.bench.traces import TraceRequest
+
+POLICIES = ("max", "pow2", "oracle")
+CATEGORIES = ("tokens", "reserved", "internal", "external", "unallocated")
+MAX_SKIPS = 32
+"""How many times the baselines let a request be passed by smaller ones; the scheduler's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Slots of the pool by state after one step, and the requests that run and wait."""
+
+    tokens: int
+    reserved: int
+    internal: int
+    external: int
+    unallocated: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRun:
+    """What one allocator did with the trace. computed_tokens: tokens run through the model, recomputation included."""
+
+    name: str
+    pool_tokens: int
+    samples: Sequence[Sample]
+    computed_tokens: int
+    preemptions: int = 0
+
+    @property
+    def saturated(self) -> bool:
+        """Whether anybody ever waited; if not, figures are averaged over every step in which somebody ran."""
+        return any(s.waiting for s in self.samples)
+
+    @property
+    def loaded(self) -> list[Sample]:
+        return [s for s in self.samples if (s.waiting if self.saturated else s.running)]
+
+    def shares(self) -> dict[str, float]:
+        """Average share of the pool in each state; they add up to 1."""
+        total = self.pool_tokens * len(self.loaded)
+        return {name: sum(getattr(s, name) for s in self.loaded) / total for name in CATEGORIES}
+
+    @property
+    def waste(self) -> float:
+        """Share of the *allocated* slots that held no token: what the paper's "below 4 %" is about."""
+        held = sum(s.tokens for s in self.loaded)
+        allocated = held + sum(s.reserved + s.internal for s in self.loaded)
+        return 1 - held / allocated if allocated else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        return sum(s.running for s in self.loaded) / len(self.loaded)
+
+    @property
+    def peak_running(self) -> int:
+        return max(s.running for s in self.samples)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything above as plain data."""
+        return {
+            "name": self.name,
+            "pool_tokens": self.pool_tokens,
+            "shares": self.shares(),
+            "waste_of_allocated": self.waste,
+            "mean_running": self.mean_running,
+            "peak_running": self.peak_running,
+            "steps": len(self.samples),
+            "loaded_steps": len(self.loaded),
+            "saturated": self.saturated,
+            "computed_tokens": self.computed_tokens,
+            "preemptions": self.preemptions,
+        }
+
+
+def check_trace(trace: Sequence[TraceRequest], context: int, pool_tokens: int) -> None:
+    """Raise ValueError for a trace that a context or a pool could not serve."""
+    longest = max(r.prompt_tokens + r.output_tokens for r in trace)
+    if longest > context:
+        raise ValueError(f"the trace has a request of {longest} tokens, the context is {context}: raise the context")
+    if pool_tokens < context:
+        raise ValueError(
+            f"a pool of {pool_tokens} tokens cannot reserve one context of {context}: raise the pool or lower the context"
+        )
+
+
+# --- ours ----------------------------------------------------------------------------------------------------------
+
+
+class Runner(Protocol):
+    """A model runner that the trace's lengths are laid over; see :class:`ScriptedRunner`."""
+
+    vocab_size: int
+
+    def run(self, works: Sequence[Any]) -> list[Any]: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+
+class ScriptedRunner:
+    """Ends each request at its trace's length, whatever the model says; the request's seed is its number in the trace.
+
+    model: run first, if given, so that the steps are real ones; else no floating point operation is made.
+    """
+
+    END = 0
+
+    def __init__(self, trace: Sequence[TraceRequest], model: Runner | None = None) -> None:
+        from paged_backend.runner.model_runner import Result
+        from paged_backend.runner.sampler import Sampled
+
+        self._lengths = [r.output_tokens for r in trace]
+        self._model = model
+        self._result, self._sampled = Result, Sampled
+        self.vocab_size = model.vocab_size if model is not None else 32000
+        self.computed_tokens = 0
+
+    def run(self, works: Sequence[Any]) -> list[Any]:
+        if self._model is not None:
+            self._model.run(works)
+        self.computed_tokens += sum(len(work.piece.token_ids) for work in works)
+        return [self._result([self._sampled(self._next(row)) for row in work.rows], []) for work in works]
+
+    def _next(self, row: Any) -> int:
+        done = len(row.output_token_ids) + 1
+        return self.END if done >= self._lengths[row.seed] else 1 + (row.seed + done) % (self.vocab_size - 1)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if self._model is not None:
+            self._model.copy_blocks(pairs)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        pass  # the pool lives as long as the run
+
+
+def run_paged(
+    trace: Sequence[TraceRequest],
+    *,
+    pool_tokens: int,
+    block_size: int = 16,
+    context: int = 2048,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 512,
+    model: Runner | None = None,
+    window: int | None = None,
+) -> MemoryRun:
+    """The trace through EngineCore. model: a runner whose pool has ``pool_tokens // block_size + 1`` blocks."""
+    from paged_backend.cache.manager import CacheManager
+    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.scheduler import Scheduler
+
+    check_trace(trace, context, pool_tokens // block_size * block_size)
+    runner = ScriptedRunner(trace, model)
+    cache = CacheManager(pool_tokens // block_size + 1, block_size, window)
+    scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    core = EngineCore(runner, cache, scheduler, context)
+    coming = sorted(range(len(trace)), key=lambda i: trace[i].arrival)
+    samples: list[Sample] = []
+    now = finished = 0
+    while coming or core.has_work:
+        while coming and trace[coming[0]].arrival <= now:
+            core.add(_request(coming.pop(0), trace, context, runner.vocab_size))
+        if core.has_work:
+            updates = core.step()
+            finished += sum(u.finish_reason == "stop" for u in updates)
+            samples.append(_paged_sample(core, trace))
+        now += 1
+    core.check()
+    if finished != len(trace) or cache.pool.num_used:
+        raise RuntimeError(f"{finished} of {len(trace)} requests ended as the trace says, {cache.pool.num_used} blocks leaked")
+    return MemoryRun(
+        "paged", cache.capacity_tokens, samples, runner.computed_tokens, scheduler.stats.num_preemptions
+    )
+
+
+def _request(index: int, trace: Sequence[TraceRequest], context: int, vocab_size: int) -> Any:
+    """Prompt of random ids (no prefix is shared), allowed to grow to the end of the context."""
+    from paged_backend.engine.request import Request
+    from paged_backend.sampling_params import SamplingParams
+
+    count = trace[index].prompt_tokens
+    prompt = random.Random(index).choices(range(1, vocab_size), k=count)
+    params = SamplingParams(temperature=0, max_tokens=context - count).resolved()
+    return Request(f"trace-{index}", prompt, params, seed=index, stop_ids=(ScriptedRunner.END,))
+
+
+def _paged_sample(core: Any, trace: Sequence[TraceRequest]) -> Sample:
+    size, pool = core.cache.block_size, core.cache.pool
+    tokens = reserved = internal = 0
+    for request in core.scheduler.requests():
+        passed = request.table.num_holes * size  # a sliding window has freed these
+        held = len(request.table) * size - passed
+        wanted = trace[request.seed].prompt_tokens + trace[request.seed].output_tokens - 1 - passed
+        now = max(request.num_computed - passed, 0)
+        tokens += now
+        reserved += min(held, wanted) - now
+        internal += held - min(held, wanted)
+    unallocated = pool.capacity * size - tokens - reserved - internal  # any free block serves anybody: none is external
+    return Sample(
+        tokens, reserved, internal, 0, unallocated, len(core.scheduler.running), len(core.scheduler.waiting)
+    )
+
+
+# --- the baselines -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request of a baseline. ``known`` tokens of prompt and output, ``computed`` of them with KV."""
+
+    prompt: int
+    slots: int
+    """Slots it will have filled when it ends; the last token's KV is never computed."""
+    size: int
+    known: int
+    computed: int = 0
+    address: int = -1
+    skipped: int = 0
+
+
+def reservation(policy: str, request: TraceRequest, context: int) -> int:
+    """Slots that ``policy`` sets aside for the request."""
+    if policy == "max":
+        return context
+    if policy == "pow2":
+        return min(request.prompt_tokens + (1 << (request.output_tokens - 1).bit_length()), context)
+    if policy == "oracle":
+        return request.prompt_tokens + request.output_tokens - 1
+    raise ValueError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
+
+
+def run_contiguous(
+    trace: Sequence[TraceRequest],
+    policy: str,
+    *,
+    pool_tokens: int,
+    placement: str = "first-fit",
+    context: int = 2048,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 512,
+) -> MemoryRun:
+    """The trace through a contiguous allocator. placement: ``first-fit``, or ``buddy`` as the paper's."""
+    check_trace(trace, context, pool_tokens)
+    arenas = {"first-fit": FirstFitArena, "buddy": BuddyArena}
+    if placement not in arenas:
+        raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(arenas)}")
+    arena: Arena = arenas[placement](pool_tokens)
+    coming = sorted(trace, key=lambda r: r.arrival)
+    waiting: list[_Job] = []
+    running: list[_Job] = []
+    samples: list[Sample] = []
+    now = computed = 0
+    while coming or waiting or running:
+        while coming and coming[0].arrival <= now:
+            request = coming.pop(0)
+            size = reservation(policy, request, context)
+            if not arena.fits_empty(size):
+                raise ValueError(f"a pool of {pool_tokens} tokens cannot place {size} with {placement}: raise the pool")
+            slots = request.prompt_tokens + request.output_tokens - 1
+            waiting.append(_Job(request.prompt_tokens, slots, size, known=request.prompt_tokens))
+        now += 1
+        if not (waiting or running):
+            continue
+        budget = max_num_batched_tokens
+        for job in sorted(running, key=lambda j: j.known - j.computed > 1):  # decodes first; the sort is stable
+            budget -= _compute(job, budget)
+        for job in _admit(waiting, running, arena, budget, max_num_seqs):
+            budget -= _compute(job, budget)
+        computed += max_num_batched_tokens - budget
+        for job in [j for j in running if j.computed == j.slots]:
+            arena.release(job.address)
+            running.remove(job)
+        samples.append(_contiguous_sample(running, waiting, arena))
+    return MemoryRun(policy, pool_tokens, samples, computed)
+
+
+def _compute(job: _Job, budget: int) -> int:
+    count = min(job.known - job.computed, budget)
+    job.computed += count
+    if job.computed == job.known and job.computed < job.slots:
+        job.known += 1
+    return count
+
+
+def _admit(waiting: list[_Job], running: list[_Job], arena: Arena, budget: int, seats: int) -> list[_Job]:
+    """Start what fits, oldest first; a job may be passed by later ones at most ``MAX_SKIPS`` times."""
+    admitted: list[_Job] = []
+    blocked: list[_Job] = []
+    for job in list(waiting):
+        if budget <= 0 or len(running) >= seats or len(blocked) > MAX_SKIPS:
+            break
+        address = arena.allocate(job.size)
+        if address is None:
+            if job.skipped >= MAX_SKIPS:
+                break
+            blocked.append(job)
+            continue
+        job.address = address
+        budget -= job.prompt
+        waiting.remove(job)
+        running.append(job)
+        admitted.append(job)
+        for passed in blocked:
+            passed.skipped += 1
+    return admitted
+
+
+def _contiguous_sample(running: list[_Job], waiting: list[_Job], arena: Arena) -> Sample:
+    tokens = sum(job.computed for job in running)
+    used = sum(job.slots for job in running)
+    free = arena.size - arena.used
+    external = free if waiting and waiting[0].size <= free else 0
+    return Sample(
+        tokens, used - tokens, arena.used - used, external, free - external, len(running), len(waiting)
+    )

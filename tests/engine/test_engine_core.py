@@ -1,0 +1,346 @@
+"""The step loop over a scripted model whose output depends on every slot it reads back (see paged_backend.testing)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paged_backend.engine.request import Request
+from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
+from paged_backend.sampling_params import SamplingParams
+from paged_backend.testing import ScriptedRunner, mixing_next_token, scripted_core
+
+
+def make(core, name, prompt, max_tokens=8, **kwargs) -> Request:
+    stop_ids = kwargs.pop("stop_ids", ())
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0, **kwargs}).resolved()
+    core.admit(prompt, params.n)
+    request = Request(name, prompt, params, seed=params.seed or 0, stop_ids=stop_ids)
+    core.add(request)
+    return request
+
+
+def expect_short_outputs(core):
+    """Let admission guess wrongly, so that preemption must cover it."""
+    for _ in range(200):
+        core.scheduler.lengths.add(1)
+
+
+def drain(core, limit=5000):
+    """Run to the end; {(request id, index): (tokens, finish reason, error)}."""
+    results: dict = {}
+    while core.has_work:
+        limit -= 1
+        assert limit
+        for update in core.step():
+            key = (update.request.request_id, update.request.index)
+            tokens, _, _ = results.setdefault(key, ([], None, None))
+            if update.sampled is not None:
+                tokens.append(update.sampled.token_id)
+            results[key] = (tokens, update.finish_reason, update.error)
+    assert core.cache.pool.num_free == core.cache.pool.capacity
+    core.check()
+    return results
+
+
+def expected(prompt, count, vocab=1000, window=None):
+    context, step = list(prompt), mixing_next_token(vocab)
+    for _ in range(count):
+        context.append(step(context if window is None else context[-window:]))
+    return context[len(prompt) :]
+
+
+def prompts(seed, count, longest=120):
+    rnd = random.Random(seed)
+    shared = [rnd.randrange(1000) for _ in range(longest)]
+    return [
+        shared[: rnd.choice([0, 0, 40, longest])] + [rnd.randrange(1000) for _ in range(rnd.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "seats", "budget", "prefix"),
+    [(500, 64, 512, True), (500, 64, 512, False), (500, 1, 512, True), (500, 64, 64, True), (24, 64, 64, True), (24, 5, 512, False)],
+)
+def test_output_does_not_depend_on_pool_batch_chunks_or_prefix_cache(num_blocks, seats, budget, prefix):
+    # vllm #16832, PR #28787; nano-vllm PR #103; sglang PR #20724: preemption loses or doubles tokens
+    core = scripted_core(
+        num_blocks, max_num_seqs=seats, max_num_batched_tokens=budget, prefix_caching=prefix, max_model_len=370
+    )
+    items = prompts(num_blocks + seats, 20)
+    expect_short_outputs(core)
+    for i, prompt in enumerate(items):
+        make(core, str(i), prompt, max_tokens=100)
+    results = drain(core)
+    if num_blocks == 24 and seats == 64:
+        assert core.scheduler.stats.num_preemptions > 0
+    for i, prompt in enumerate(items):
+        assert results[str(i), 0] == (expected(prompt, 100), "length", None)
+
+
+@pytest.mark.parametrize("chunk", [7, 31, 32, 33, 100])
+def test_a_sliding_window_reads_only_what_it_sees_whatever_the_chunk(chunk):
+    # litgpt #2182, executorch PR #20346: a chunk longer than the window overwrote what it still needed
+    core = scripted_core(40, window=32, max_num_seqs=4, max_num_batched_tokens=chunk)
+    prompt = prompts(1, 1, 100)[0]
+    make(core, "a", prompt, max_tokens=96)
+    assert drain(core)["a", 0][0] == expected(prompt, 96, window=32)
+
+
+def test_n_samples_share_the_prompt_and_differ_by_seed():
+    # vllm #16449, #7808: n > 1 with a seed gave identical or unrelated samples
+    core = scripted_core(200)
+    prompt = prompts(2, 1)[0]
+    make(core, "n", prompt, max_tokens=20, n=4, temperature=1.0, seed=5)
+    core.step()
+    assert len(core.scheduler.running) == 4
+    assert core.cache.pool.num_used == core.cache.blocks_for(len(prompt))
+    results = drain(core)
+    assert len({tuple(results["n", i][0]) for i in range(1, 4)}) == 3
+
+    params = SamplingParams(n=4)
+    for i in range(1, 4):
+        alone = scripted_core(200)
+        make(alone, "x", prompt, max_tokens=20, temperature=1.0, seed=params.child_seed(5, i))
+        child = drain(alone)["x", 0][0]
+        assert child[1:] == results["n", i][0], "sample i is the request with the derived seed"
+
+
+def test_forked_samples_survive_preemption():
+    roomy, tight = (scripted_core(n, max_model_len=330, max_num_batched_tokens=64) for n in (500, 24))
+    for core in (roomy, tight):
+        expect_short_outputs(core)
+        for i, prompt in enumerate(prompts(3, 6, 60)):
+            make(core, str(i), prompt, max_tokens=90, n=3, temperature=1.0, seed=i)
+    assert drain(tight) == drain(roomy)
+    assert tight.scheduler.stats.num_preemptions > 0
+
+
+def test_aborting_a_forked_request_frees_all_samples():
+    # vllm PR #14512: aborts were not propagated to the children
+    core = scripted_core(200)
+    make(core, "n", [1, 2, 3], max_tokens=50, n=4, temperature=1.0)
+    for _ in range(3):
+        core.step()
+    core.finish("n")
+    assert not core.has_work
+    assert core.cache.pool.num_free == core.cache.pool.capacity
+
+
+def test_one_sample_can_be_ended_while_its_siblings_go_on():
+    core = scripted_core(200)
+    make(core, "n", [1, 2, 3], max_tokens=20, n=3, temperature=1.0)
+    core.step()
+    assert [r.index for r in core.finish("n", 1)] == [1]
+    results = drain(core)
+    assert results["n", 0][1] == results["n", 2][1] == "length"
+
+
+def test_every_stop_id_ends_the_output_and_is_part_of_it():
+    # vllm #4180: an eos list was ignored
+    prompt = [5, 6, 7]
+    tokens = expected(prompt, 12)
+    for stop in (tokens[4], tokens[9]):
+        core = scripted_core(50)
+        make(core, "a", prompt, max_tokens=12, stop_ids=(stop, 999_999))
+        got, reason, _ = drain(core)["a", 0]
+        assert got == tokens[: tokens.index(stop) + 1]
+        assert reason == "stop"
+
+
+def test_a_step_that_fails_hurts_only_the_request_that_fails_alone():
+    # vllm #27194, #23517: one bad request killed the engine
+    core = scripted_core(200)
+    items = prompts(4, 5)
+    for i, prompt in enumerate(items):
+        make(core, str(i), prompt, max_tokens=10)
+
+    def fault(works):
+        if any(work.piece.token_ids and 777_777 in work.piece.token_ids for work in works):
+            raise RuntimeError("kernel fault")
+
+    core.runner.before_run = fault
+    core.runner.vocab_size = 10**6
+    make(core, "bad", [1, 777_777, 2], max_tokens=10)
+    results = drain(core)
+    _, reason, error = results["bad", 0]
+    assert reason == "error"
+    assert isinstance(error, RequestFailedError)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert core.num_failed_steps >= 1
+    for i in range(5):
+        assert results[str(i), 0][1] == "length"
+
+
+def test_a_fault_that_does_not_come_back_hurts_nobody():
+    core = scripted_core(200)
+    items = prompts(5, 5)
+    for i, prompt in enumerate(items):
+        make(core, str(i), prompt, max_tokens=10)
+    faults = iter([True, False, False, False, False, False, True])
+
+    def fault(works):
+        if next(faults, False):
+            raise RuntimeError("transient")
+
+    core.runner.before_run = fault
+    results = drain(core)
+    assert core.num_failed_steps == 2
+    for i, prompt in enumerate(items):
+        assert results[str(i), 0] == (expected(prompt, 10), "length", None)
+
+
+def test_a_row_that_cannot_be_sampled_fails_alone():
+    # vllm PR #16529: an all-masked row crashed the engine
+    core = scripted_core(200)
+    make(core, "good", [1, 2, 3], max_tokens=5)
+    make(core, "bad", [4, 5, 6], max_tokens=5)
+    original = core.runner._result
+
+    def result(work):
+        out = original(work)
+        if work.piece.token_ids[-1] == 6:
+            out.sampled[:] = [ValueError("every token is masked")]
+        return out
+
+    core.runner._result = result
+    results = drain(core)
+    assert results["bad", 0][1] == "error"
+    assert results["good", 0][1] == "length"
+
+
+def test_failed_steps_publish_nothing_to_the_prefix_cache():
+    core = scripted_core(200)
+
+    def fault(works):
+        raise RuntimeError("down")
+
+    core.runner.before_run = fault
+    make(core, "a", list(range(40)))
+    assert drain(core)["a", 0][1] == "error"
+    assert core.cache.prefixes.num_cached_blocks == 0
+
+
+def test_blocks_computed_before_a_failure_stay_cached():
+    core = scripted_core(200, max_num_seqs=8, max_num_batched_tokens=64)
+    prompt = list(range(200))
+    make(core, "a", prompt)
+    core.step()
+    core.runner.before_run = lambda works: (_ for _ in ()).throw(RuntimeError("down"))
+    assert drain(core)["a", 0][1] == "error"
+    core.runner.before_run = lambda works: None
+    again = make(core, "b", prompt)
+    assert drain(core)["b", 0][1] == "length"
+    assert again.num_cached_tokens == 64
+
+
+def test_copy_on_write_survives_a_failing_step():
+    core = scripted_core(200)
+    fails = iter([True])
+    original = core.runner.copy_blocks
+
+    def copy(pairs):
+        if next(fails, False):
+            raise RuntimeError("copy failed")
+        original(pairs)
+
+    core.runner.copy_blocks = copy
+    make(core, "n", list(range(5)), max_tokens=10, n=3, temperature=1.0)
+    make(core, "other", [9, 9], max_tokens=10)
+    results = drain(core)
+    assert results["other", 0] == (expected([9, 9], 10), "length", None)
+
+
+def test_prompt_logprobs_are_complete_under_chunks_hits_and_preemption():
+    # vllm #8268, #5344: crash or stale values with a prefix cache
+    for blocks, budget in ((200, 512), (200, 16), (22, 32)):
+        core = scripted_core(blocks, max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=300)
+        expect_short_outputs(core)
+        items = prompts(6, 6, 80)
+        for turn in range(2):
+            for i, prompt in enumerate(items):
+                make(core, f"{turn}/{i}", prompt, max_tokens=60, prompt_logprobs=0)
+        scores: dict[str, list[int]] = {}
+        while core.has_work:
+            for update in core.step():
+                scores.setdefault(update.request.request_id, []).extend(s.token_id for s in update.prompt_logprobs)
+        for turn in range(2):
+            for i, prompt in enumerate(items):
+                assert scores[f"{turn}/{i}"] == prompt[1:]
+
+
+def test_a_request_that_could_never_run_is_refused_while_others_go_on():
+    # vllm #27073, #39734, #45388: waits forever and blocks the queue
+    core = scripted_core(9, max_model_len=1000)
+    make(core, "fine", [1, 2, 3])
+    with pytest.raises(ContextOverflowError, match="KV pool"):
+        make(core, "x", [1] * 130)
+    with pytest.raises(ContextOverflowError, match="context window"):
+        make(core, "x", [1] * 1000)
+    with pytest.raises(RequestRejectedError, match="empty"):
+        make(core, "x", [])
+    with pytest.raises(RequestRejectedError, match="vocabulary"):
+        make(core, "x", [1, 1000])
+    with pytest.raises(RequestRejectedError, match="vocabulary"):
+        make(core, "x", [-1])
+    with pytest.raises(RequestRejectedError, match="max_num_seqs"):
+        make(core, "x", [1], n=65, temperature=1.0)
+    assert drain(core)["fine", 0][1] == "length"
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_aborts_in_any_state_leak_nothing_and_disturb_nobody(seed):
+    # vllm #9428, #54947; sglang #18701: abort in waiting, chunk, decode, preempted, forked
+    rnd = random.Random(seed)
+    core = scripted_core(rnd.randint(26, 60), max_num_batched_tokens=64, max_num_seqs=20, max_model_len=380)
+    expect_short_outputs(core)
+    items = {}
+    for i, prompt in enumerate(prompts(seed, 25)):
+        n = rnd.choice([1, 1, 3])
+        make(core, str(i), prompt, max_tokens=100, n=n, temperature=1.0 if n > 1 else 0)
+        items[str(i)] = (prompt, n)
+    aborted, results = set(), {}
+    while core.has_work:
+        for update in core.step():
+            results.setdefault((update.request.request_id, update.request.index), []).append(update.sampled.token_id)
+        if rnd.random() < 0.05:
+            victim = rnd.choice(list(items))
+            aborted.add(victim)
+            core.finish(victim)
+            core.check()
+    assert core.cache.pool.num_free == core.cache.pool.capacity
+    for name, (prompt, n) in items.items():
+        if name not in aborted and n == 1:
+            assert results[name, 0] == expected(prompt, 100)
+
+
+def test_trim_gives_back_every_unused_block():
+    core = scripted_core(60)
+    prompt = list(range(100))
+    make(core, "a", prompt)
+    drain(core)
+    assert core.cache.prefixes.num_cached_blocks > 0
+    assert core.trim() >= 7
+    make(core, "b", prompt)
+    assert drain(core)["b", 0][0] == expected(prompt, 8)
+
+
+def test_waste_counts_empty_slots_of_allocated_blocks():
+    core = scripted_core(60, 16)
+    make(core, "a", list(range(20)), max_tokens=2)
+    core.step()
+    assert core.usage.last.blocks == 2
+    assert core.usage.last.live_tokens == 20
+    assert core.usage.waste == pytest.approx(1 - 20 / 32)
+    drain(core)
+
+
+def test_scripted_runner_notices_a_slot_that_was_never_written():
+    runner = ScriptedRunner(4)
+    core = scripted_core(runner=runner, num_blocks=4)
+    make(core, "a", list(range(20)), max_tokens=5)
+    core.step()
+    runner.memory[1][3] = -1
+    assert drain(core)["a", 0][1] == "error"
