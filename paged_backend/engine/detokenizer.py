@@ -99,17 +99,23 @@ class IncrementalDetokenizer:
                 if len(tail) == _CONTEXT + _REACH:
                     break
         tail.reverse()
-        for size in range(min(_CONTEXT, len(tail)), len(tail) + 1):
-            text = self._decode(tail[len(tail) - size :])
-            if not text.startswith(_BROKEN):
-                tail = tail[len(tail) - size :]
-                break
-        else:
-            text = self._decode(tail)
-        if text.endswith(_BROKEN):
-            self._pending, self._hidden, self._shown, self._text = tail, text, len(text), text
-        else:
-            self._context, self._base = tail, text
+        # The context must neither begin nor end inside a character; up to three tokens may belong to one that
+        # the output will complete.
+        for cut in range(min(3, len(tail)) + 1):
+            head = tail[: len(tail) - cut]
+            for size in range(min(_CONTEXT, len(head)), len(head) + 1):
+                context = head[len(head) - size :]
+                text = self._decode(context)
+                if not text.startswith(_BROKEN) and not text.endswith(_BROKEN):
+                    self._context, self._base = context, text
+                    self._hide(tail[len(head) :])
+                    return
+        self._hide(tail)
+
+    def _hide(self, tokens: list[int]) -> None:
+        self._pending = tokens
+        self._hidden = self._text = self._decode_pending()
+        self._shown = len(self._text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class CompletionState:
     """One sampled continuation of a request while it grows.
 
-    params: resolved. prompt_token_ids: the left neighbours of the first token. stop_ids: tokens that stand for
-    an end and not for text. The tokenizer may be None when ``params.detokenize`` is False, where the text stays
-    empty; ValueError otherwise.
+    params: resolved. prompt_token_ids: the left neighbours of the first token. stop_ids: tokens that stand
+    for an end and not for text. The tokenizer may be None where ``params.detokenize`` is False and the text
+    stays empty; ValueError otherwise.
     ``token_ids`` and the logprobs always have one entry per token generated, the one that ended it included.
     """
 

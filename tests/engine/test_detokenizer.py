@@ -183,7 +183,7 @@ def test_a_prompt_that_ends_inside_a_character_does_not_leak(encode, known):
     prompt = encode(b"the whole prompt " + data[:known])
     pieces = stream(tokenizer, encode(data[known:] + b"ok"), prompt)
     assert "".join(pieces) == "\U0001f336ok"
-    assert "".join(stream(tokenizer, encode(b"ok"), prompt)) == "ok"
+    assert "".join(stream(tokenizer, tokenizer.encode("b"), prompt)) == "b"
     assert "".join(stream(tokenizer, [], prompt)) == ""
 
 

@@ -1,5 +1,7 @@
 """StopMatcher: stop strings across pieces of text, with the shortest hold-back."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def first_match(text, stops):
 
 def cut(text, places):
     edges = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:])]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @given(
