@@ -93,7 +93,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slot_mapping: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
     ) -> None:
         """Rotate q [T, H, D] and k [T, G, D] in place and write k and v to their slots.
 
@@ -120,7 +127,8 @@ class Kernels(ABC):
         """Causal attention of q [T, H, D] (strided views allowed, as above) over the paged context -> [T, H * D].
 
         A query at position p sees positions j <= p, and p - j < window if a window is given. Scores are
-        ``softcap * tanh(score * scale / softcap)`` with a soft cap; ``sinks`` [H] adds exp(sink) to each row's denominator.
+        ``softcap * tanh(score * scale / softcap)`` with a soft cap; ``sinks`` [H] adds exp(sink) to each row's
+        denominator.
         """
 
     @abstractmethod

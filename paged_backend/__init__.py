@@ -23,7 +23,19 @@ _EXPORTS = {
     "PagedBackendError": "errors",
 }
 
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "PagedBackendError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+    "get_engine",
+]
 
 if TYPE_CHECKING:
     from paged_backend.config import EngineConfig

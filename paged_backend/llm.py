@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Generate text for many prompts at once.
 
-    model: a folder, a hub id, a .gguf file or ``demo``. engine_options: fields of ``EngineConfig``. The engine is shared
-    with everybody in this process who names the same model; ``close`` (or ``with``) gives it up.
+    model: a folder, a hub id, a .gguf file or ``demo``. engine_options: fields of ``EngineConfig``. The engine is
+    shared with everybody in this process who names the same model; ``close`` (or ``with``) gives it up.
     """
 
     def __init__(self, model: str, **engine_options: Any) -> None:
@@ -51,7 +52,9 @@ class LLM:
         else:
             params = list(sampling_params)
             if len(params) != len(items):
-                raise ValueError(f"{len(params)} sampling_params for {len(items)} prompts: give one, or one each")
+                raise ValueError(
+                    f"{len(params)} sampling_params for {len(items)} prompts: give one, or one each"
+                )
         return self._gather(self.engine.submit_many(items, params), use_tqdm)
 
     def chat(
@@ -66,7 +69,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat template."""
+        """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat
+        template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -108,10 +112,8 @@ class LLM:
         with tqdm(total=len(handles), desc="requests", unit="req", dynamic_ncols=True) as bar:
             pending = handles
             while pending:
-                try:
+                with contextlib.suppress(TimeoutError):
                     pending[0].wait(interval)
-                except TimeoutError:
-                    pass
                 still = [handle for handle in pending if not handle.finished]
                 bar.update(len(pending) - len(still))
                 pending = still

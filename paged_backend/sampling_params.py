@@ -122,7 +122,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} with temperature=0 gives {self.n} equal texts: set n=1 or temperature > 0")
+            raise ValueError(
+                f"n={self.n} with temperature=0 gives {self.n} equal texts: set n=1 or temperature > 0"
+            )
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need text: set detokenize=True or use stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -145,7 +147,9 @@ class SamplingParams:
         if self.max_tokens is None:
             values["max_tokens"] = max(values["max_tokens"], self.min_tokens)
         if self.n > 1 and values.get("temperature") == 0:
-            values["temperature"] = DEFAULTS["temperature"]  # asking for several samples is asking for sampling
+            values["temperature"] = DEFAULTS[
+                "temperature"
+            ]  # asking for several samples is asking for sampling
         return replace(self, **values)
 
     @property
@@ -160,7 +164,9 @@ class SamplingParams:
         """Seed of sample ``index`` of n: the request's own for 0, else a hash of (seed, index)."""
         if index == 0:
             return seed
-        return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little") >> 1
+        return (
+            int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little") >> 1
+        )
 
 
 def _check(name: str, good: bool, allowed: str, value: Any = None) -> None:

@@ -1,7 +1,8 @@
 """ScriptedRunner: stands in for a model where a test wants the real scheduler, cache and text path without floats.
 
-Its "KV cache" stores token ids in the very slots the engine names, and the next token is a function of what it reads back
-through the block table. A wrong slot, a stale prefix, a missed copy or a block freed too early therefore changes the output.
+Its "KV cache" stores token ids in the very slots the engine names, and the next token is a function of what it
+reads back through the block table. A wrong slot, a stale prefix, a missed copy or a block freed too early
+therefore changes the output.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from paged_backend.cache.prefix_cache import PrefixNode
 
 
 class BlockTable:
-    """Append-only but for three things: a sliding window turns passed blocks into holes (the null block), copy-on-write swaps
-    the tail before a step writes to it, and preemption cuts the tail.
+    """Append-only but for three things: a sliding window turns passed blocks into holes (the null block),
+    copy-on-write swaps the tail before a step writes to it, and preemption cuts the tail.
 
     block_ids: int32 array; token ``i`` lives in ``block_ids[i // block_size]``.
     path: prefix nodes of the sequence's full blocks, as far as known (may run ahead of ``block_ids``: blocks to come).

@@ -2,13 +2,13 @@
 
     open -> (match -> adopt) -> reserve -> [step] -> commit -> ... -> cut (preempt) or free
 
-``fork`` shares every block; the first write to a shared, partly filled tail takes a copy of it (copy-on-write), which the
-runner makes before the step (:meth:`take_copies`).
+``fork`` shares every block; the first write to a shared, partly filled tail takes a copy of it (copy-on-write),
+which the runner makes before the step (:meth:`take_copies`).
 
 Invariants, executable as :meth:`CacheManager.check`:
-I1 reference count == number of tables naming the block; I2 on the free list iff that is 0; I3 a cached block's node lists
-it; I4 only full blocks are published; I5 along a table the published blocks form a prefix; I6 tables are append-only as
-described in ``block_table``; I7 free + used + null == total.
+I1 reference count == number of tables naming the block; I2 on the free list iff that is 0; I3 a cached block's
+node lists it; I4 only full blocks are published; I5 along a table the published blocks form a prefix; I6 tables
+are append-only as described in ``block_table``; I7 free + used + null == total.
 """
 
 from __future__ import annotations

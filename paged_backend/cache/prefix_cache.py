@@ -5,10 +5,10 @@ tagged extras such as the hash of an image inside the block), so a match *is* th
 no hash to trust, and no two prefixes can be confused. The root carries what separates whole caches: salt, adapter
 generation, weights version. Tags keep the kinds apart: ``("adapter", "x")`` is never ``("salt", "x")``.
 
-A node lives while a block holds its content, a sequence refers to it, or a child lives. A node without a block is
-a place in the tree that somebody means to fill: ``leader`` is the sequence that is computing it now, so that others
-with the same prefix can wait for it instead of computing it too. Two sequences that fill the same node at once both keep their
-block (tables never change under a running step), so a node holds a list of blocks.
+A node lives while a block holds its content, a sequence refers to it, or a child lives. A node without a block is a
+place in the tree that somebody means to fill: ``leader`` is the sequence that is computing it now, so that others
+with the same prefix can wait for it instead of computing it too. Two sequences that fill the same node at once both
+keep their block (tables never change under a running step), so a node holds a list of blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class PrefixCache:
             node = self._roots[namespace] = PrefixNode(None, namespace)
         return node
 
-    def child(self, parent: PrefixNode, tokens: tuple[int, ...], extras: tuple[Hashable, ...] = ()) -> PrefixNode:
+    def child(
+        self, parent: PrefixNode, tokens: tuple[int, ...], extras: tuple[Hashable, ...] = ()
+    ) -> PrefixNode:
         """The node for ``tokens`` (one full block) after ``parent``, made if it does not exist."""
         key = (tokens, extras) if extras else tokens
         node = parent.children.get(key)
@@ -98,7 +100,9 @@ class PrefixCache:
             node = stack.pop()
             for block in node.blocks:
                 if self._node_of_block.get(block) is not node:
-                    raise PagedBackendError(f"prefix node lists block {block}, which belongs to another prefix")
+                    raise PagedBackendError(
+                        f"prefix node lists block {block}, which belongs to another prefix"
+                    )
             if not (node.blocks or node.children or node.holders > 0):
                 raise PagedBackendError("a prefix node without blocks, children or holders was not removed")
             stack.extend(node.children.values())

@@ -2,8 +2,8 @@
 
     caller --submit/abort--> inbox --> loop thread: core.step() --> outbox --> output thread --> RequestState --> caller
 
-The loop never waits for a tokenizer, a detokenizer or a client: text is made while the next step computes (kernels release
-the GIL). A stop string found in the text ends its sample one step later; tokens made meanwhile are dropped.
+The loop never waits for a tokenizer, a detokenizer or a client: text is made while the next step computes (kernels
+release the GIL). A stop string found in the text ends its sample one step later; tokens made meanwhile are dropped.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class Engine:
         self._post(add)
         return [RequestHandle(state, self.abort) for _, state in made]
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> tuple[Request, RequestState]:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+    ) -> tuple[Request, RequestState]:
         request_id = request_id or f"request-{next(self._ids)}"
         params = params.resolved(self.generation_config)
         text, token_ids = encode_prompt(prompt, self.tokenizer)
@@ -137,7 +139,9 @@ class Engine:
             max_tokens=min(params.max_tokens or 1, self._core.longest_request() - len(token_ids)),
             arrival_time=now,
         )
-        completions = [CompletionState(i, params, self.tokenizer, token_ids, stop_ids) for i in range(params.n)]
+        completions = [
+            CompletionState(i, params, self.tokenizer, token_ids, stop_ids) for i in range(params.n)
+        ]
         state = RequestState(
             request_id, text, token_ids, params, completions, self.tokenizer, RequestMetrics(now)
         )

@@ -8,6 +8,7 @@ precede them, and the text of those is taken off again.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -71,7 +72,8 @@ class IncrementalDetokenizer:
         text = self._text = self._decode_pending()
         if self._hidden and not text.startswith(self._hidden):
             # The prompt's last character was completed: it is new text.
-            self._shown, self._hidden = len(self._hidden.rstrip(_BROKEN)), ""
+            same = (a == b for a, b in zip(self._hidden, text))
+            self._shown, self._hidden = sum(takewhile(bool, same)), ""
         whole = len(text.rstrip(_BROKEN))
         if whole == len(text):
             piece = text[self._shown :]

@@ -87,7 +87,9 @@ class EngineCore:
         low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= self.runner.vocab_size:
             bad = low if low < 0 else high
-            raise RequestRejectedError(f"token id {bad} is outside the vocabulary of {self.runner.vocab_size} ids")
+            raise RequestRejectedError(
+                f"token id {bad} is outside the vocabulary of {self.runner.vocab_size} ids"
+            )
         if count >= self.max_model_len:
             raise ContextOverflowError(
                 f"the prompt has {count} tokens, which exceeds the context window: at most {self.max_model_len - 1} "
@@ -201,7 +203,9 @@ class EngineCore:
                 results.append(error)
         return results
 
-    def _advance(self, request: Request, count: int, result: Result, now: float, updates: list[Update]) -> None:
+    def _advance(
+        self, request: Request, count: int, result: Result, now: float, updates: list[Update]
+    ) -> None:
         first, end = self._scored_positions(request, count)
         request.num_computed += count
         request.num_scored = max(request.num_scored, end)

@@ -30,7 +30,9 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
     runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size)
-    cache = CacheManager(num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching)
+    cache = CacheManager(
+        num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
+    )
     scheduler = Scheduler(
         cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
@@ -53,7 +55,8 @@ def sliding_window(spec: DecoderSpec) -> int | None:
 def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:
     """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's), the null block included.
 
-    No more than every seat could fill; memory is committed when a block is first used, so a generous limit costs nothing.
+    No more than every seat could fill; memory is committed when a block is first used, so a generous limit costs
+    nothing.
     """
     memory = config.kv_cache_memory
     if memory is None:
@@ -61,5 +64,7 @@ def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, most)
     if blocks < 1:
-        raise ValueError(f"kv_cache_memory={memory} holds not even one KV block of {block_bytes} bytes: raise it")
+        raise ValueError(
+            f"kv_cache_memory={memory} holds not even one KV block of {block_bytes} bytes: raise it"
+        )
     return int(blocks) + 1

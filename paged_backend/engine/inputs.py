@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
 
-Prompt = Union[str, Sequence[int], Mapping[str, Any]]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
 
 
@@ -41,13 +41,17 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
             raise RequestRejectedError("this engine has no tokenizer: give token ids")
         token_ids = tokenizer.encode(prompt)
         if not token_ids:
-            raise RequestRejectedError("the prompt is empty (it encodes to no tokens): give at least one token")
+            raise RequestRejectedError(
+                "the prompt is empty (it encodes to no tokens): give at least one token"
+            )
         return prompt, token_ids
     if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
-        items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if all(_is_id(item) for item in items):
             return None, [int(item) for item in items]
-    raise RequestRejectedError(f"a prompt must be text, token ids or a dict with one of them, got {prompt!r:.80}")
+    raise RequestRejectedError(
+        f"a prompt must be text, token ids or a dict with one of them, got {prompt!r:.80}"
+    )
 
 
 def _is_id(item: Any) -> bool:
@@ -59,11 +63,15 @@ def check_token_options(params: SamplingParams, tokenizer: Any, vocab_size: int)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token in getattr(params, name) or ():
             if token >= vocab_size:
-                raise RequestRejectedError(f"{name} has id {token}, outside the vocabulary of {vocab_size} ids")
+                raise RequestRejectedError(
+                    f"{name} has id {token}, outside the vocabulary of {vocab_size} ids"
+                )
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise RequestRejectedError(f"logprobs={params.logprobs} exceeds the vocabulary of {vocab_size} ids")
     if params.prompt_logprobs is not None and params.prompt_logprobs > vocab_size:
-        raise RequestRejectedError(f"prompt_logprobs={params.prompt_logprobs} exceeds the vocabulary of {vocab_size}")
+        raise RequestRejectedError(
+            f"prompt_logprobs={params.prompt_logprobs} exceeds the vocabulary of {vocab_size}"
+        )
     if tokenizer is None and (params.bad_words or params.stop):
         raise RequestRejectedError("stop and bad_words need a tokenizer: use stop_token_ids or logit_bias")
     words: list[tuple[int, ...]] = []

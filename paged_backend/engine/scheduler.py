@@ -1,18 +1,18 @@
 """Scheduler: which tokens each step computes, under one budget and one pool of blocks.
 
-A step takes running decodes first, then running prefill chunks, then new requests, always oldest first, where "older" is
-smaller (priority, arrival). There are no phases: each request's computed tokens chase its known tokens.
+A step takes running decodes first, then running prefill chunks, then new requests, always oldest first, where
+"older" is smaller (priority, arrival). There are no phases: each request's computed tokens chase its known tokens.
 
 Admission asks for the *future peak*: requests finish one after another, and just before the i-th finishes all that are
-left hold what they have grown to by then; the largest of these sums must fit the pool (LightLLM's idea). How much a request
-will still grow is the smaller of what it may and a high quantile of the lengths seen so far; when
-that guess fails, preemption covers it.
+left hold what they have grown to by then; the largest of these sums must fit the pool (LightLLM's idea). How much a
+request will still grow is the smaller of what it may and a high quantile of the lengths seen so far; when that guess
+fails, preemption covers it.
 
-Preemption takes tail blocks, only as many as are needed, from the youngest that holds any; the rest of the victim stays. A request never
-takes from an older one, so the oldest always runs to its end: this is the proof of progress.
+Preemption takes tail blocks, only as many as are needed, from the youngest that holds any; the rest of the victim
+stays. A request never takes from an older one, so the oldest always runs to its end: this is the proof of progress.
 
-A waiting request that does not fit may be passed by smaller ones, but at most ``max_skips`` times; then nothing behind it
-is admitted before it. A request that higher priorities keep overtaking is promoted after ``max_overtakes``.
+A waiting request that does not fit may be passed by smaller ones, but at most ``max_skips`` times; then nothing
+behind it is admitted before it. A request that higher priorities keep overtaking is promoted after ``max_overtakes``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OutputLengths:
         longer = bisect_right(self._sorted, done)
         count = len(self._sorted) - longer
         if count:
-            return self._sorted[longer + int(count * self._quantile)] - done if count > 1 else self._sorted[-1] - done
+            return self._sorted[longer + int((count - 1) * self._quantile + 0.5)] - done
         return max(16, done // 4) if self._sorted else unknown
 
 
@@ -158,7 +158,9 @@ class Scheduler:
             victim = self._youngest_holder(request)
             if victim is None:
                 return None
-            short = self.cache.missing(request.table, request.num_computed, num_tokens) - self.cache.pool.num_free
+            short = (
+                self.cache.missing(request.table, request.num_computed, num_tokens) - self.cache.pool.num_free
+            )
             refund += picked.pop(victim, 0)
             self._preempt(victim, short)
         return refund
@@ -225,8 +227,8 @@ class Scheduler:
     def _start(self, request: Request, hits: list[int], budget: int) -> int:
         """Move a waiting request to running, with ``hits`` adopted and blocks for its first tokens reserved.
 
-        Returns how many tokens it computes in this step; 0 if the blocks are not there, and nothing has changed but that
-        younger waiting requests may have lost some they held.
+        Returns how many tokens it computes in this step; 0 if the blocks are not there, and nothing has changed
+        but that younger waiting requests may have lost some they held.
         """
         cache = self.cache
         computed = (len(request.table) + len(hits)) * cache.block_size

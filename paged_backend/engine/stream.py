@@ -1,7 +1,7 @@
 """RequestHandle: the caller's end of a request. Results gather here; nothing ever waits for the reader.
 
-A reader that is slow gets everything since its last look in one piece, so what is unread is bounded by the request's own
-length. A handle that is dropped, or an iteration that is left early, aborts the request.
+A reader that is slow gets everything since its last look in one piece, so what is unread is bounded by the
+request's own length. A handle that is dropped, or an iteration that is left early, aborts the request.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class RequestHandle:
         try:
             while True:
                 with state.changed:
-                    state.changed.wait_for(lambda: state.version > seen or state.finished)
+                    while state.version == seen and not state.finished:
+                        state.changed.wait()
                     seen, done = state.version, state.finished
                 yield from self._outputs(done)
                 if done:

@@ -17,7 +17,8 @@ class SequenceSlice:
     """What one sequence contributes to a step.
 
     token_ids: the ids to compute, at positions ``start`` .. ``start + len(token_ids) - 1``.
-    block_ids: int32 block table covering them. logit_rows: which of the new tokens need logits (indices into token_ids).
+    block_ids: int32 block table covering them. logit_rows: which of the new tokens need logits (indices into
+    token_ids).
     """
 
     token_ids: Sequence[int]

@@ -127,4 +127,6 @@ class ModelRunner:
                     start = -(-(tensor.data_ptr() + low * size) // page) * page
                     stop = (tensor.data_ptr() + high * size) // page * page
                     if stop > start:
-                        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+                        libc.madvise(
+                            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
+                        )

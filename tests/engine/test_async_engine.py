@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -90,14 +91,19 @@ def test_text_comes_out_of_text(engine):
 
 
 def test_token_ids_and_dicts_are_prompts_too(engine):
-    for prompt in ([97], {"prompt": "a"}, {"prompt_token_ids": [97]}, {"prompt": "shown", "prompt_token_ids": [97]}):
+    for prompt in (
+        [97],
+        {"prompt": "a"},
+        {"prompt_token_ids": [97]},
+        {"prompt": "shown", "prompt_token_ids": [97]},
+    ):
         assert engine.submit(prompt, GREEDY).result(20).outputs[0].text == "bcdef"
 
 
 def test_streams_grow_and_end_with_the_whole(engine):
     seen = list(engine.submit("a", SamplingParams(temperature=0, max_tokens=30)))
     texts = [o.outputs[0].text for o in seen]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:]))
+    assert all(b.startswith(a) for a, b in pairwise(texts))
     assert len(texts[-1]) == 30
     assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
 
@@ -120,10 +126,8 @@ def test_final_only_yields_once(engine):
 
 def test_async_streams_run_side_by_side(engine):
     async def one(prompt):
-        last = None
-        async for last in engine.generate(prompt, GREEDY):
-            pass
-        return last.outputs[0].text
+        texts = [output.outputs[0].text async for output in engine.generate(prompt, GREEDY)]
+        return texts[-1]
 
     async def main():
         return await asyncio.gather(*(one(c) for c in "abcdefgh"))
@@ -157,7 +161,8 @@ def test_leaving_an_iteration_aborts_the_request(engine):
 
 def test_a_dropped_handle_aborts_the_request(engine):
     handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
-    wait_until(lambda: handle.num_generated > 0)
+    while handle.num_generated == 0:
+        time.sleep(0.002)
     del handle
     gc.collect()
     wait_until(lambda: engine.stats().num_running == 0)

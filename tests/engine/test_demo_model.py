@@ -20,7 +20,12 @@ TOPICS = (
     "how to tie a knot", "a robot who learns to paint", "tomatoes", "the speed of light", "chess openings",
     "a letter to an old friend", "volcanoes", "the number seven", "public libraries", "winter in the mountains", "tea",
 )  # fmt: skip
-FORMS = ("Tell me about {}.", "Once upon a time, {}", "Q: What is special about {}?\nA:", "def describe():\n    # {}\n")
+FORMS = (
+    "Tell me about {}.",
+    "Once upon a time, {}",
+    "Q: What is special about {}?\nA:",
+    "def describe():\n    # {}\n",
+)
 
 
 def mixed_prompts(tokenizer):
@@ -29,10 +34,16 @@ def mixed_prompts(tokenizer):
     for i, topic in enumerate(TOPICS):
         for form in FORMS[:3] if i % 2 else FORMS:
             prompts.append(tokenizer.encode(form.format(topic)))
-    system = "You are a careful assistant. Answer in short sentences, name your doubts, and never invent facts. " * 3
+    system = (
+        "You are a careful assistant. Answer in short sentences, name your doubts, and never invent facts. "
+        * 3
+    )
     while len(prompts) < 64:
         topic = TOPICS[len(prompts) % len(TOPICS)]
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Explain {topic}. " * (len(prompts) % 7 + 1)}]
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"Explain {topic}. " * (len(prompts) % 7 + 1)},
+        ]
         prompts.append(tokenizer.encode_chat(messages))
     return prompts
 
@@ -61,7 +72,11 @@ def reference():
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=2
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=TOKENS,
+                pad_token_id=2,
             )
             outputs.append(out[0, len(prompt) :].tolist())
 

@@ -55,19 +55,31 @@ def prompts(seed, count, longest=120):
     rnd = random.Random(seed)
     shared = [rnd.randrange(1000) for _ in range(longest)]
     return [
-        shared[: rnd.choice([0, 0, 40, longest])] + [rnd.randrange(1000) for _ in range(rnd.randint(1, longest))]
+        shared[: rnd.choice([0, 0, 40, longest])]
+        + [rnd.randrange(1000) for _ in range(rnd.randint(1, longest))]
         for _ in range(count)
     ]
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "seats", "budget", "prefix"),
-    [(500, 64, 512, True), (500, 64, 512, False), (500, 1, 512, True), (500, 64, 64, True), (24, 64, 64, True), (24, 5, 512, False)],
+    [
+        (500, 64, 512, True),
+        (500, 64, 512, False),
+        (500, 1, 512, True),
+        (500, 64, 64, True),
+        (24, 64, 64, True),
+        (24, 5, 512, False),
+    ],
 )
 def test_output_does_not_depend_on_pool_batch_chunks_or_prefix_cache(num_blocks, seats, budget, prefix):
     # vllm #16832, PR #28787; nano-vllm PR #103; sglang PR #20724: preemption loses or doubles tokens
     core = scripted_core(
-        num_blocks, max_num_seqs=seats, max_num_batched_tokens=budget, prefix_caching=prefix, max_model_len=370
+        num_blocks,
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix,
+        max_model_len=370,
     )
     items = prompts(num_blocks + seats, 20)
     expect_short_outputs(core)
@@ -265,7 +277,9 @@ def test_prompt_logprobs_are_complete_under_chunks_hits_and_preemption():
         scores: dict[str, list[int]] = {}
         while core.has_work:
             for update in core.step():
-                scores.setdefault(update.request.request_id, []).extend(s.token_id for s in update.prompt_logprobs)
+                scores.setdefault(update.request.request_id, []).extend(
+                    s.token_id for s in update.prompt_logprobs
+                )
         for turn in range(2):
             for i, prompt in enumerate(items):
                 assert scores[f"{turn}/{i}"] == prompt[1:]
@@ -304,7 +318,9 @@ def test_random_aborts_in_any_state_leak_nothing_and_disturb_nobody(seed):
     aborted, results = set(), {}
     while core.has_work:
         for update in core.step():
-            results.setdefault((update.request.request_id, update.request.index), []).append(update.sampled.token_id)
+            results.setdefault((update.request.request_id, update.request.index), []).append(
+                update.sampled.token_id
+            )
         if rnd.random() < 0.05:
             victim = rnd.choice(list(items))
             aborted.add(victim)

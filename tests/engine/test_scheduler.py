@@ -26,9 +26,11 @@ class Trace:
         self.useful = 0
 
     def add(self, prompt, output: int, max_tokens: int | None = None, **params) -> Request:
-        tokens = [random.Random(len(self.outputs)).randrange(10**9) for _ in range(prompt)] if isinstance(
-            prompt, int
-        ) else list(prompt)
+        tokens = (
+            [random.Random(len(self.outputs)).randrange(10**9) for _ in range(prompt)]
+            if isinstance(prompt, int)
+            else list(prompt)
+        )
         resolved = SamplingParams(max_tokens=max_tokens or output, **params).resolved()
         request = Request(str(len(self.outputs)), tokens, resolved)
         self.outputs[request] = output

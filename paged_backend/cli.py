@@ -1,0 +1,49 @@
+"""``paged-backend``: the command line. Commands import the engine when they run, so that --help answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paged_backend import __version__
+from paged_backend.commands import bench, chat, doctor, run
+
+app = typer.Typer(
+    name="paged-backend",
+    help="Run language models with paged attention and continuous batching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paged-backend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass  # the options of the program itself; each of them acts in its callback
+
+
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """The console entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""``paged-backend bench``: what the engine's parts cost, measured."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from paged_backend.commands.common import complain, orderly_end
+from paged_backend.commands.flags import checked_config, with_flags
+
+if TYPE_CHECKING:
+    from paged_backend.bench.memory import MemoryRun
+    from paged_backend.bench.traces import TraceRequest
+
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+PAPER_POOL = 15728
+"""Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""
+
+
+@app.command("memory")
+@with_flags("engine")
+def memory(
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="Run our side on this model. Default: follow the lengths only, without a model."),
+    ] = None,
+    trace: Annotated[str, typer.Option(help="Length preset (sharegpt, alpaca), or a JSONL file of lengths.")] = "sharegpt",
+    requests: Annotated[int, typer.Option(help="Requests in a preset's trace.")] = 256,
+    rate: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Arrivals per step (Poisson). Default: all are there at the start."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
+    pool_tokens: Annotated[int, typer.Option(help="KV pool in tokens, the same for every allocator.")] = PAPER_POOL,
+    context: Annotated[int, typer.Option(help="Longest prompt + output; what 'max' reserves.")] = 2048,
+    placement: Annotated[
+        str, typer.Option(help="How contiguous allocators place: buddy (the paper's) or first-fit.")
+    ] = "buddy",
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures, step by step, to this file.")] = None,  # noqa: UP045
+    plot: Annotated[Optional[Path], typer.Option(help="Draw them to this file (.png, .svg, .pdf).")] = None,  # noqa: UP045
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """KV memory under one trace: ours, and contiguous reservation (max, power of two, oracle)."""
+    for name in ("num_blocks", "kv_cache_memory", "max_model_len", "tokenizer", "enable_prefix_caching"):
+        if name in engine:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context")
+    checked_config(model or "none", engine)
+    from paged_backend.bench.memory import POLICIES, run_contiguous, run_paged
+    from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
+    from paged_backend.errors import PagedBackendError
+
+    budget = {
+        "max_num_seqs": engine.get("max_num_seqs", 256),
+        "max_num_batched_tokens": engine.get("max_num_batched_tokens", 512),
+    }
+    block_size = engine.get("block_size", 16)
+    with orderly_end():
+        try:
+            if trace in PRESETS:
+                requests_made = make_trace(trace, requests, seed, rate, context)
+            else:
+                requests_made = read_trace(Path(trace), seed, rate, context)
+            extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
+            runs = [
+                run_paged(
+                    requests_made, pool_tokens=pool_tokens, block_size=block_size, context=context, **budget, **extra
+                )
+            ]
+            for policy in POLICIES:
+                runs.append(
+                    run_contiguous(
+                        requests_made, policy, pool_tokens=pool_tokens, placement=placement, context=context, **budget
+                    )
+                )
+            mean_in, mean_out = mean_lengths(requests_made)
+            title = (
+                f"{len(requests_made)} requests ({trace}, mean {mean_in:.0f} in / {mean_out:.0f} out), "
+                f"{pool_tokens} KV slots, block size {block_size}, {placement} placement"
+            )
+            typer.echo(f"{title}\n\n{_table(runs)}")
+            if json is not None:
+                json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
+            if plot is not None:
+                from paged_backend.bench.plot import plot_memory
+
+                plot_memory(runs, plot, title)
+        except (PagedBackendError, ValueError, OSError) as error:
+            complain(str(error))
+            raise typer.Exit(1) from error
+
+
+def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
+    """A real model under our side of the comparison."""
+    from paged_backend.config import EngineConfig
+    from paged_backend.engine.factory import sliding_window
+    from paged_backend.kernels.select import select_kernels
+    from paged_backend.models.loading import load_model
+    from paged_backend.runner.model_runner import ModelRunner
+
+    config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
+    kernels = select_kernels(config.kernels, config.threads)
+    loaded = load_model(config, kernels)
+    runner = ModelRunner(loaded.decoder, kernels, num_blocks, config.block_size)
+    return {"model": runner, "window": sliding_window(loaded.spec)}
+
+
+def _table(runs: Sequence[MemoryRun]) -> str:
+    from paged_backend.bench.memory import CATEGORIES
+
+    columns = ["", *CATEGORIES, "waste", "running", "peak", "steps", "preempted", "computed"]
+    rows = [columns]
+    for run in runs:
+        shares = run.shares()
+        rows.append(
+            [
+                run.name,
+                *(f"{shares[name]:.1%}" for name in CATEGORIES),
+                f"{run.waste:.1%}",
+                f"{run.mean_running:.1f}",
+                str(run.peak_running),
+                str(len(run.samples)),
+                str(run.preemptions),
+                str(run.computed_tokens),
+            ]
+        )
+    notes = [
+        "",
+        "tokens .. unallocated: average share of the pool while requests wait (they add up to 100 %).",
+        "waste: share of the allocated slots that hold no token. running, peak: requests at once. computed: tokens",
+        "run through the model, recomputation after preemption included.",
+    ]
+    if not runs[0].saturated:
+        notes.insert(1, "Nobody ever waited: averages are over all steps. Raise --rate or lower --pool-tokens.")
+    return aligned(rows) + "\n".join(notes)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a plain text table, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_data(title: str, trace: Sequence[TraceRequest], runs: Sequence[MemoryRun]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    samples = {run.name: [asdict(sample) for sample in run.samples] for run in runs}
+    return {
+        "title": title,
+        "trace": [asdict(request) for request in trace],
+        "runs": [{**run.summary(), "samples": samples[run.name]} for run in runs],
+    }
+
+
+@app.command("scheduler")
+def scheduler(
+    running: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="Running requests; may be repeated. Default: 1, 8 and 64."),
+    ] = None,
+    waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 200,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Microseconds that scheduler and cache take per decode step (median), without a model."""
+    from dataclasses import asdict
+
+    from paged_backend.bench.scheduler import measure_step
+
+    with orderly_end():
+        try:
+            costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_module.dumps([{**asdict(cost), "total": cost.total} for cost in costs]))
+        return
+    rows = [["running", "waiting", "schedule", "build", "commit", "total"]]
+    for cost in costs:
+        figures = (cost.schedule, cost.build, cost.commit, cost.total)
+        rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
+    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
