@@ -37,16 +37,26 @@ def build(extra_flags: tuple[str, ...] | None = None) -> Path:
 
     extra_flags: which instruction set to compile for; None takes the machine's own.
     """
-    compiler = _compiler()
-    flags = _FLAGS + (_native_flags() if extra_flags is None else extra_flags)
-    sources = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
-    library = cache_dir() / f"kernels-{_key(compiler, flags, sources)}.so"
+    library = library_path(extra_flags)
     if not library.exists():
-        _compile(compiler, flags, [p for p in sources if p.suffix == ".c"], library)
+        _compile(find_compiler(), _flags(extra_flags), [p for p in _sources() if p.suffix == ".c"], library)
     return library
 
 
-def _compiler() -> list[str]:
+def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
+    """Where :func:`build` puts the library for these sources and flags, this compiler and machine."""
+    return cache_dir() / f"kernels-{_key(find_compiler(), _flags(extra_flags), _sources())}.so"
+
+
+def _flags(extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
+    return _FLAGS + (_native_flags() if extra_flags is None else extra_flags)
+
+
+def _sources() -> list[Path]:
+    return sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
+
+
+def find_compiler() -> list[str]:
     """The command ``CC`` names, else the first of cc, gcc and clang."""
     chosen = os.environ.get("CC")
     for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
