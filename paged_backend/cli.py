@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 
 from paged_backend import __version__
-from paged_backend.commands import bench, chat, doctor, run
+from paged_backend.commands.bench import app as bench
+from paged_backend.commands.chat import chat
+from paged_backend.commands.doctor import doctor
+from paged_backend.commands.run import run
 
 app = typer.Typer(
     name="paged-backend",
@@ -34,10 +37,10 @@ def _root(
     pass  # the options of the program itself; each of them acts in its callback
 
 
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
+app.command("run")(run)
+app.command("chat")(chat)
+app.command("doctor")(doctor)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.engine.beam_search import Hypothesis
 
 
 @dataclass(slots=True)
@@ -28,6 +32,8 @@ class CompletionOutput:
     """None while running, then ``stop``, ``length``, ``abort`` or ``error``."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
+    beam: Hypothesis | None = None
+    """Score and ancestry if it was found by beam search."""
 
     @property
     def finished(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,34 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = "cumulative"
     DELTA = "delta"
     FINAL_ONLY = "final_only"
+
+
+LogitsProcessor = Callable[[Sequence[int], Sequence[int], Any], Any]
+"""(prompt ids, output ids, float32 numpy array [V]) -> such an array; may change and return the one it is given."""
+
+StopCriterion = Callable[[Sequence[int], Sequence[int]], bool]
+"""(prompt ids, output ids with the newest token) -> whether the output ends here, that token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Beam search instead of sampling; definitions and results are those of transformers' ``generate``.
+
+    num_beams: >= 2. A hypothesis scores the sum of its processed log-probabilities / length ** length_penalty.
+    early_stopping: True ends when num_beams hypotheses are finished; False when the best running beam, scored at
+    its present length, is behind them; "never" when no continuation up to max_tokens can beat them.
+    """
+
+    num_beams: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        _int("num_beams", self.num_beams, 2)
+        good = isinstance(self.length_penalty, (int, float)) and math.isfinite(self.length_penalty)
+        _check("length_penalty", good, "a finite number", self.length_penalty)
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _check("early_stopping", known, "True, False or 'never'", self.early_stopping)
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -43,6 +71,10 @@ class SamplingParams:
     stop: strings that end the text. stop_token_ids: ids that do. ignore_eos: go on past end-of-sequence.
     logprobs / prompt_logprobs: number of most likely tokens to report per position besides the actual one.
     logit_bias: {token id: [-100, 100]}. allowed_token_ids: nothing else is sampled. bad_words: never produced.
+    logits_processors: called in this order on the logits of each step, after the penalties, biases and masks
+    above and before temperature and truncation. stop_criteria: called after each token, min_tokens or not. Both
+    run in the engine's own thread: they must be quick, and one that raises fails its request only.
+    beam_search: n of its hypotheses, best first, are the request's outputs; excludes sampling.
     priority: lower runs earlier.
     """
 
@@ -66,6 +98,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    stop_criteria: Sequence[StopCriterion] = ()
+    beam_search: BeamSearch | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0
@@ -121,7 +156,12 @@ class SamplingParams:
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if self.n > 1 and self.temperature == 0:
+        for name in ("logits_processors", "stop_criteria"):
+            put(name, tuple(getattr(self, name) or ()))
+            _check(name, all(callable(f) for f in getattr(self, name)), "callables", getattr(self, name))
+        if self.beam_search is not None:
+            self._check_beams(self.beam_search)
+        elif self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} with temperature=0 gives {self.n} equal texts: set n=1 or temperature > 0"
             )
@@ -129,6 +169,13 @@ class SamplingParams:
             raise ValueError("stop strings need text: set detokenize=True or use stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):
             put("output_kind", RequestOutputKind(self.output_kind))
+
+    def _check_beams(self, beams: BeamSearch) -> None:
+        _check("n", self.n <= beams.num_beams, f"at most num_beams ({beams.num_beams})", self.n)
+        _check("temperature", not self.temperature, "0 or not given in a beam search", self.temperature)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check(name, getattr(self, name) is None, "None in a beam search", getattr(self, name))
+        _check("stop", not self.stop, "empty in a beam search: use stop_criteria or stop_token_ids", self.stop)
 
     def resolved(self, generation_config: Mapping[str, Any] | None = None) -> SamplingParams:
         """Copy with every None of :data:`DEFAULTS`' fields filled: explicit > generation config > default.
@@ -140,13 +187,15 @@ class SamplingParams:
             config["max_tokens"] = config["max_new_tokens"]
         if config.get("do_sample") is False:
             config["temperature"] = 0.0
+        if self.beam_search is not None:
+            config["temperature"] = 0.0
         values: dict[str, Any] = {}
         for name, default in DEFAULTS.items():
             if getattr(self, name) is None:
                 values[name] = config[name] if config.get(name) is not None else default
         if self.max_tokens is None:
             values["max_tokens"] = max(values["max_tokens"], self.min_tokens)
-        if self.n > 1 and values.get("temperature") == 0:
+        if self.n > 1 and values.get("temperature") == 0 and self.beam_search is None:
             values["temperature"] = DEFAULTS[
                 "temperature"
             ]  # asking for several samples is asking for sampling

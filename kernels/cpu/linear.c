@@ -8,7 +8,7 @@
  * rows by one or a few panels only decide which chains run side by side, so a row's result depends neither on the other
  * rows, nor on the tile, nor on the thread.
  */
-#include "linear.h"
+#include "linear_amx.h"
 #include "threads.h"
 
 #include <stdlib.h>
@@ -113,7 +113,9 @@ INLINE tile_function choose_tile(int bf16, int64_t rows, int64_t panels) {
     return tiles[bf16][rows - 1];
 }
 
-INLINE int64_t panel_bytes(int64_t k, int bf16) { return (bf16 ? ceil_div(k, 2) * 4 : k * 4) * NR; }
+INLINE int64_t panel_bytes(int64_t k, int bf16) {
+    return (bf16 ? ceil_div(k, BF16_K_STEP) * BF16_K_STEP * 2 : k * 4) * NR;
+}
 
 /* Scratch of a thread for one widened panel; kept for the thread's life. */
 static float *panel_scratch(int64_t floats) {
@@ -170,6 +172,12 @@ EXPORT void pb_linear(const float *x, const void *weights, const float *bias, fl
                       int64_t k, int64_t dtype, int64_t threads) {
     linear_job job = {x, weights, bias, out, m, n, k, (int)threads};
     if (m * n * k < SMALL_WORK) job.threads = 1;
+#if PB_AMX
+    if (dtype == DTYPE_BFLOAT16 && pb_amx_usable()) {
+        pb_linear_amx(&job);
+        return;
+    }
+#endif
     int64_t items = ceil_div(m, ROW_BLOCK) * ceil_div(panels_of(n), panels_per_item(m));
     pb_parallel(dtype == DTYPE_BFLOAT16 ? bfloat16_item : float32_item, &job, items, job.threads);
 }

@@ -68,7 +68,9 @@ class BuddyArena:
         self._free: dict[int, list[int]] = {}  # order -> addresses
         self._held: dict[int, tuple[int, int]] = {}  # address -> (order, size asked)
         address = 0
-        for order in reversed(range(size.bit_length())):  # an arena that is no power of two: its binary digits
+        for order in reversed(
+            range(size.bit_length())
+        ):  # an arena that is no power of two: its binary digits
             if size >> order & 1:
                 self._free[order] = [address]
                 address += 1 << order

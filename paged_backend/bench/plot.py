@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from paged_backend.bench.memory import CATEGORIES, MemoryRun
 from paged_backend.errors import PagedBackendError
@@ -44,7 +45,7 @@ def plot_memory(runs: Sequence[MemoryRun], path: Path, title: str) -> None:
     figure.savefig(path, dpi=140)
 
 
-def _draw_bars(axes, runs: Sequence[MemoryRun]) -> None:  # type: ignore[no-untyped-def]
+def _draw_bars(axes: Any, runs: Sequence[MemoryRun]) -> None:
     places = range(len(runs))
     bottom = [0.0] * len(runs)
     for name in CATEGORIES:
@@ -53,7 +54,9 @@ def _draw_bars(axes, runs: Sequence[MemoryRun]) -> None:  # type: ignore[no-unty
         for place, low, height in zip(places, bottom, heights):
             if height >= 4:  # a label needs that much room
                 ink = "white" if name in ("tokens", "internal") else "black"
-                axes.text(place, low + height / 2, f"{height:.1f}", ha="center", va="center", color=ink, fontsize=9)
+                axes.text(
+                    place, low + height / 2, f"{height:.1f}", ha="center", va="center", color=ink, fontsize=9
+                )
         bottom = [low + height for low, height in zip(bottom, heights)]
     axes.set_xticks(list(places), [run.name for run in runs])
     axes.set_ylabel("share of the KV pool, %")
@@ -63,7 +66,7 @@ def _draw_bars(axes, runs: Sequence[MemoryRun]) -> None:  # type: ignore[no-unty
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize=8, frameon=False)
 
 
-def _draw_lines(axes, runs: Sequence[MemoryRun]) -> None:  # type: ignore[no-untyped-def]
+def _draw_lines(axes: Any, runs: Sequence[MemoryRun]) -> None:
     for run, color in zip(runs, _LINES):
         steps, counts = _thin([s.running for s in run.samples])
         label = f"{run.name} (mean {run.mean_running:.1f})"

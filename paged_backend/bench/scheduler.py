@@ -31,7 +31,8 @@ class StepCost:
 def measure_step(running: int, *, waiting: int = 0, steps: int = 200, prompt_tokens: int = 161) -> StepCost:
     """Cost of decode steps with ``running`` requests in the batch and ``waiting`` more at the door.
 
-    The pool holds what the running ones will need and little more, so those that wait are tried at every step, and refused.
+    The pool holds what the running ones will need and little more, so those that wait are tried at every step and
+    refused.
     """
     from paged_backend.cache.manager import CacheManager
     from paged_backend.engine.engine import EngineCore

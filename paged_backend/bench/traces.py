@@ -1,8 +1,8 @@
 """Request traces: prompt and output lengths, and when each request arrives, counted in steps.
 
-The presets have the mean lengths and the caps that the PagedAttention paper gives for its two workloads. The
-shape between these is our assumption: lognormal, clipped at the cap, with its median solved so that the mean *after* clipping
-is the paper's.
+The presets have the mean lengths and the cap that the PagedAttention paper gives for its two workloads. The shape
+between these is our assumption: lognormal, clipped at the cap, with its median solved so that the mean *after*
+clipping is the paper's.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def make_trace(
     return trace
 
 
-def read_trace(path: Path, seed: int = 0, rate: float | None = None, longest: int = 2048) -> list[TraceRequest]:
+def read_trace(
+    path: Path, seed: int = 0, rate: float | None = None, longest: int = 2048
+) -> list[TraceRequest]:
     """Lengths measured elsewhere: JSON lines with ``prompt_tokens`` and ``output_tokens``.
 
     Raises ValueError naming the line that is not usable.
@@ -103,9 +105,13 @@ def read_trace(path: Path, seed: int = 0, rate: float | None = None, longest: in
             entry = json.loads(line)
             counts = entry["prompt_tokens"], entry["output_tokens"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: expected a JSON object with prompt_tokens and output_tokens") from None
+            raise ValueError(
+                f"{path}:{number}: expected a JSON object with prompt_tokens and output_tokens"
+            ) from None
         if not all(isinstance(n, int) and n >= 1 for n in counts) or sum(counts) > longest:
-            raise ValueError(f"{path}:{number}: lengths must be integers >= 1 with a sum of at most {longest}, got {counts}")
+            raise ValueError(
+                f"{path}:{number}: lengths must be integers >= 1 with a sum of at most {longest}, got {counts}"
+            )
         trace.append(TraceRequest(*counts, arrival.next()))
     if not trace:
         raise ValueError(f"{path} has no requests")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,32 +26,39 @@ PAPER_POOL = 15728
 @with_flags("engine")
 def memory(
     model: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Argument(help="Run our side on this model. Default: follow the lengths only, without a model."),
     ] = None,
-    trace: Annotated[str, typer.Option(help="Length preset (sharegpt, alpaca), or a JSONL file of lengths.")] = "sharegpt",
+    trace: Annotated[
+        str, typer.Option(help="sharegpt, alpaca, or a JSONL file with prompt_tokens and output_tokens.")
+    ] = "sharegpt",
     requests: Annotated[int, typer.Option(help="Requests in a preset's trace.")] = 256,
     rate: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Arrivals per step (Poisson). Default: all are there at the start."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
-    pool_tokens: Annotated[int, typer.Option(help="KV pool in tokens, the same for every allocator.")] = PAPER_POOL,
+    pool_tokens: Annotated[
+        int, typer.Option(help="KV pool in tokens, the same for every allocator.")
+    ] = PAPER_POOL,
     context: Annotated[int, typer.Option(help="Longest prompt + output; what 'max' reserves.")] = 2048,
     placement: Annotated[
         str, typer.Option(help="How contiguous allocators place: buddy (the paper's) or first-fit.")
     ] = "buddy",
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures, step by step, to this file.")] = None,  # noqa: UP045
-    plot: Annotated[Optional[Path], typer.Option(help="Draw them to this file (.png, .svg, .pdf).")] = None,  # noqa: UP045
+    json: Annotated[Path | None, typer.Option(help="Write the figures, step by step, to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them to this file (.png, .svg, .pdf).")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
     """KV memory under one trace: ours, and contiguous reservation (max, power of two, oracle)."""
     for name in ("num_blocks", "kv_cache_memory", "max_model_len", "tokenizer", "enable_prefix_caching"):
         if name in engine:
-            raise typer.BadParameter(f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context")
+            raise typer.BadParameter(
+                f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context"
+            )
     checked_config(model or "none", engine)
-    from paged_backend.bench.memory import POLICIES, run_contiguous, run_paged
+    from paged_backend.bench.contiguous import POLICIES, run_contiguous
+    from paged_backend.bench.memory import run_paged
     from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
     from paged_backend.errors import PagedBackendError
 
@@ -69,13 +76,23 @@ def memory(
             extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
             runs = [
                 run_paged(
-                    requests_made, pool_tokens=pool_tokens, block_size=block_size, context=context, **budget, **extra
+                    requests_made,
+                    pool_tokens=pool_tokens,
+                    block_size=block_size,
+                    context=context,
+                    **budget,
+                    **extra,
                 )
             ]
             for policy in POLICIES:
                 runs.append(
                     run_contiguous(
-                        requests_made, policy, pool_tokens=pool_tokens, placement=placement, context=context, **budget
+                        requests_made,
+                        policy,
+                        pool_tokens=pool_tokens,
+                        placement=placement,
+                        context=context,
+                        **budget,
                     )
                 )
             mean_in, mean_out = mean_lengths(requests_made)
@@ -136,7 +153,9 @@ def _table(runs: Sequence[MemoryRun]) -> str:
         "run through the model, recomputation after preemption included.",
     ]
     if not runs[0].saturated:
-        notes.insert(1, "Nobody ever waited: averages are over all steps. Raise --rate or lower --pool-tokens.")
+        notes.insert(
+            1, "Nobody ever waited: averages are over all steps. Raise --rate or lower --pool-tokens."
+        )
     return aligned(rows) + "\n".join(notes)
 
 
@@ -144,7 +163,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a plain text table, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        ).rstrip()
         for row in rows
     ]
     return "\n".join(lines) + "\n"
@@ -164,7 +185,7 @@ def _as_data(title: str, trace: Sequence[TraceRequest], runs: Sequence[MemoryRun
 @app.command("scheduler")
 def scheduler(
     running: Annotated[
-        Optional[list[int]],  # noqa: UP045
+        list[int] | None,
         typer.Option(help="Running requests; may be repeated. Default: 1, 8 and 64."),
     ] = None,
     waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,7 @@ Ctrl-C stops an answer; what has been said so far stays in the conversation."""
 @with_flags("sampling", "engine")
 def chat(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'demo'.")],
-    system: Annotated[Optional[str], typer.Option(help="System message.")] = None,  # noqa: UP045
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
@@ -39,7 +39,9 @@ def chat(
             raise typer.BadParameter(f"--{name.replace('_', '-')} has no place in a conversation")
     with open_engine(model, engine) as opened:
         if opened.tokenizer.chat_template is None:
-            complain(f"{model!r} has no chat template: take an instruction-tuned model, or `paged-backend run`")
+            complain(
+                f"{model!r} has no chat template: take an instruction-tuned model, or `paged-backend run`"
+            )
             raise typer.Exit(1)
         Conversation(opened, sampling, system).loop()
 
@@ -135,7 +137,7 @@ class Conversation:
         output, engine = self.last, self.engine.stats()
         made = len(output.outputs[0].token_ids)
         lines = [
-            f"prompt {len(output.prompt_token_ids)} tokens, of which {output.num_cached_tokens} from the prefix cache",
+            f"prompt {len(output.prompt_token_ids)} tokens, {output.num_cached_tokens} of them from the prefix cache",
             f"answer {made} tokens ({output.outputs[0].finish_reason})",
         ]
         times = output.metrics
@@ -145,6 +147,7 @@ class Conversation:
                 rate = (made - 1) / max(times.last_token_time - times.first_token_time, 1e-9)
                 lines[-1] += f", then {rate:.1f} tokens/s"
         lines.append(
-            f"KV pool {engine.kv_blocks_used} blocks in use, {engine.kv_blocks_cached} cached, {engine.kv_blocks_total} in all"
+            f"KV pool: {engine.kv_blocks_used} blocks in use, {engine.kv_blocks_cached} cached, "
+            f"{engine.kv_blocks_total} in all"
         )
         return "\n".join(lines)

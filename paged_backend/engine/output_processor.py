@@ -11,6 +11,7 @@ from paged_backend.outputs import CompletionOutput, Logprob
 from paged_backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from paged_backend.engine.beam_search import Hypothesis
     from paged_backend.runner.sampler import Sampled
 
 
@@ -34,6 +35,7 @@ class CompletionState:
         "_sent_tokens",
         "_stop_ids",
         "_tokenizer",
+        "beam",
         "finish_reason",
         "index",
         "stop_reason",
@@ -52,6 +54,7 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.beam: Hypothesis | None = None
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -133,6 +136,7 @@ class CompletionState:
             None if self._logprobs is None else self._logprobs[first_token:],
             self.finish_reason,
             self.stop_reason,
+            self.beam,
         )
 
     def _show(self, text: str) -> bool:

@@ -1,4 +1,7 @@
-"""Request: one sequence on its way through the engine. A request with n > 1 becomes n of these after its prompt."""
+"""Request: one sequence on its way through the engine.
+
+A request with n > 1 becomes n of these after its prompt, one with a beam search num_beams, which share a ``BeamGroup``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import enum
 from collections.abc import Sequence
 
 from paged_backend.cache.block_table import BlockTable
+from paged_backend.engine.beam_search import BeamGroup
 from paged_backend.outputs import RequestMetrics
 from paged_backend.sampling_params import SamplingParams
 
@@ -27,6 +31,7 @@ class Request:
     __slots__ = (
         "arrival",
         "bad_words_ids",
+        "group",
         "index",
         "max_tokens",
         "metrics",
@@ -61,9 +66,11 @@ class Request:
         max_tokens: int | None = None,
         namespace: tuple = (),
         arrival_time: float = 0.0,
+        group: BeamGroup | None = None,
     ) -> None:
         """params: resolved. max_tokens: what the context leaves of ``params.max_tokens``. stop_ids: ids that end the
-        output (end of sequence unless ignored, and the request's own). namespace: tagged parts of the prefix key."""
+        output (end of sequence unless ignored, and the request's own). namespace: tagged parts of the prefix key.
+        group: of the beam search that this joins; with None it begins its own if its params ask for one."""
         self.request_id = request_id
         self.params = params
         self.token_ids = list(prompt_token_ids)
@@ -77,6 +84,10 @@ class Request:
         self.metrics = RequestMetrics(arrival_time)
         self.index = 0
         self.seats = params.n
+        self.group = group  # with one, ``index`` is the number of the beam
+        if group is None and params.beam_search is not None:
+            self.seats = params.beam_search.num_beams
+            self.group = BeamGroup(params.beam_search, self.max_tokens, self.stop_ids, self.stops)
         self.arrival = 0
         self.skipped = 0
         self.overtaken = 0
@@ -93,12 +104,19 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed; at least 1 while the request lives."""
+        """Tokens whose KV is still to be computed; 0 only for a beam that waits for the others of its group."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def stops(self, output_token_ids: Sequence[int]) -> bool:
+        """Whether one of the request's own criteria ends it after these output tokens."""
+        criteria = self.params.stop_criteria
+        return bool(criteria) and any(
+            [stop(self.token_ids[: self.num_prompt_tokens], output_token_ids) for stop in criteria]
+        )
 
     @property
     def order(self) -> tuple[int, int]:
@@ -113,10 +131,10 @@ class Request:
         return self.num_scored
 
     def twin(self, index: int, table: BlockTable) -> Request:
-        """Sample ``index`` of the same prompt, sharing its KV; called when the prompt has just been computed."""
+        """Sample ``index`` of the same prompt, or beam ``index`` of the same group, sharing what is computed so far."""
         other = Request(
             self.request_id,
-            self.token_ids,
+            self.token_ids[: self.num_prompt_tokens],
             self.params,
             seed=self.params.child_seed(self.seed, index),
             stop_ids=self.stop_ids,
@@ -124,11 +142,14 @@ class Request:
             max_tokens=self.max_tokens,
             namespace=self.namespace,
             arrival_time=self.metrics.arrival_time,
+            group=self.group,
         )
+        other.token_ids = list(self.token_ids)
         other.index, other.seats, other.arrival, other.priority = index, 1, self.arrival, self.priority
-        other.status, other.table = Status.RUNNING, table
+        other.status, other.table = self.status, table
         other.num_computed, other.num_scored = self.num_computed, self.num_prompt_tokens
         other.num_shared = len(table)
         other.num_cached_tokens = self.num_cached_tokens
         other.metrics.first_scheduled_time = self.metrics.first_scheduled_time
+        other.metrics.first_token_time = self.metrics.first_token_time
         return other

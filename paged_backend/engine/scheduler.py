@@ -97,9 +97,12 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def fork(self, request: Request, index: int) -> Request:
-        """Sample ``index`` of a running request whose prompt was just computed; it takes one of its reserved seats."""
+        """A request that shares all KV of ``request`` so far: sample ``index`` of n, or a beam; it takes one of its seats.
+
+        A beam may have been preempted; the fork then waits like it.
+        """
         twin = request.twin(index, self.cache.fork(request.table))
-        insort(self.running, twin, key=_order)
+        insort(self.running if twin.status is Status.RUNNING else self.waiting, twin, key=_order)
         request.seats -= 1
         return twin
 

@@ -54,9 +54,9 @@ class RequestState:
     def apply(self, update: Update) -> bool:
         """Take over what a step did; True if a stop string has just ended this sample."""
         with self.changed:
-            completion = self.completions[update.request.index]
+            completion = self.completions[update.index]
             self.num_cached_tokens = update.request.num_cached_tokens or 0
-            if update.request.index == 0:
+            if update.index == 0:
                 self.metrics = update.request.metrics
             if self._prompt_logprobs is not None:
                 for scored in update.prompt_logprobs:
@@ -68,6 +68,7 @@ class RequestState:
                 self.error = update.error
                 completion.finish("error")
             elif update.sampled is not None:
+                completion.beam = update.beam
                 stopped = completion.append(update.sampled, update.finish_reason, update.stop_reason)
             elif update.finish_reason is not None:
                 completion.finish(update.finish_reason)

@@ -14,8 +14,8 @@ class Family:
 
     defaults: those of transformers' config class. activation_key: the setting that names the activation.
     windows: ``none``; ``all``, one sliding window for every layer; ``qwen``, from max_window_layers on if
-    switched on; ``alternating``, every layer but each sliding_window_pattern-th. optional_bias: attention_bias
-    puts a bias on q, k, v and o. fused: qkv and gate_up are stored as one matrix each. gemma: norms multiply
+    switched on; ``alternating``, every layer but each sliding_window_pattern-th. optional_bias:
+    attention_bias biases q, k, v and o. fused: qkv and gate_up are stored as one matrix each. gemma: norms multiply
     by 1 + weight, embeddings by sqrt(hidden_size). softcaps: has query_pre_attn_scalar and soft caps.
     """
 

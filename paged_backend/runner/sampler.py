@@ -34,6 +34,7 @@ class SampleRow:
     model (not only the tokenizer's) and the request's stop_token_ids.
     bad_words_ids: token sequences whose last token is barred when the context ends with the tokens before it.
     mask: bool [<= V], True where a token is allowed (a grammar); ids past its end are not allowed.
+    candidates: in a beam search, how many continuations to propose instead of sampling one.
     """
 
     params: SamplingParams
@@ -43,6 +44,7 @@ class SampleRow:
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     mask: torch.Tensor | None = None
+    candidates: int = 0
 
 
 @dataclass(slots=True)
@@ -50,7 +52,8 @@ class Sampled:
     """One sampled (or scored) token.
 
     logprob: of the raw logits, None unless asked for. rank: 1 for the most likely; equal logits rank by id.
-    top: the most likely (id, logprob, rank), best first; empty for ``logprobs=0``, None when not asked for.
+    top: the most likely (id, logprob, rank), best first; empty for ``logprobs=0``, None when not asked for. Of a row
+    with ``candidates`` these are the continuations, their log-probabilities processed, and token_id the first.
     """
 
     token_id: int
@@ -73,7 +76,7 @@ class Sampler:
         _check_shape(logits, len(rows))
         if not rows:
             return []
-        if all(row.params.greedy and row.params.logprobs is None and not _processed(row) for row in rows):
+        if all(_plain(row) for row in rows):
             return _greedy(logits)
         return [self._guarded(values, row) for values, row in zip(_numpy(logits), rows)]
 
@@ -90,7 +93,10 @@ class Sampler:
         try:
             # Overflow to -inf is meant: a temperature near zero leaves only the maximum.
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                _finite_max(raw)
+                if not row.params.logits_processors:  # these may be there to repair such logits
+                    _finite_max(raw)
+                if row.candidates:
+                    return _propose(raw, row)
                 values = _process(raw, row) if _processed(row) else raw
                 token = int(values.argmax()) if row.params.greedy else _draw(values, row)
                 if row.params.logprobs is None:
@@ -104,6 +110,11 @@ def uniform(seed: int, position: int) -> float:
     """The noise of one token: a float in [0, 1) with 53 random bits, a pure function of (seed, position)."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _plain(row: SampleRow) -> bool:
+    p = row.params
+    return p.greedy and p.logprobs is None and not row.candidates and not _processed(row)
 
 
 def _check_shape(logits: torch.Tensor, rows: int) -> None:
@@ -154,6 +165,7 @@ def _processed(row: SampleRow) -> bool:
         or p.allowed_token_ids is not None
         or bool(row.bad_words_ids)
         or row.mask is not None
+        or bool(p.logits_processors)
         or len(row.output_token_ids) < p.min_tokens
     )
 
@@ -187,10 +199,14 @@ def _process(raw: Array, row: SampleRow) -> Array:
         allowed = row.mask.detach().to("cpu", torch.bool).numpy()[:vocab]
         np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
         values[len(allowed) :] = -np.inf
+    for processor in p.logits_processors:
+        values = processor(row.prompt_token_ids, row.output_token_ids, values)
+        if getattr(values, "shape", None) != (vocab,):
+            raise RequestFailedError(f"a logits processor must return an array of {vocab} logits")
     if not np.isfinite(values.max()):
         raise RequestFailedError(
-            "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the "
-            "grammar together mask the whole vocabulary, or a penalty overflowed; relax one of them"
+            "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens, the grammar and "
+            "logits_processors together mask the whole vocabulary, or a penalty overflowed; relax one of them"
         )
     return values
 
@@ -236,6 +252,17 @@ def _draw(values: Array, row: SampleRow) -> int:
     noise = uniform(row.seed, len(row.output_token_ids))
     picked = _cross(weights, noise * float(weights.sum()), "right")
     return picked if ids is None else int(ids[picked])
+
+
+def _propose(raw: Array, row: SampleRow) -> Sampled:
+    """The likeliest continuations of a beam by log-probability; penalties and masks apply to that, as in transformers."""
+    values = torch.log_softmax(torch.from_numpy(raw), -1).numpy()
+    if _processed(row):
+        values = _process(values, row)
+    ids = _top_set(values, row.candidates) if row.candidates < len(values) else np.arange(len(values))
+    ids = ids[np.argsort(-values[ids], kind="stable")[: row.candidates]]
+    top = [(int(token), float(values[token]), rank) for rank, token in enumerate(ids, 1)]
+    return Sampled(top[0][0], top=top)
 
 
 def _top_set(values: Array, k: int) -> Array:

@@ -120,7 +120,7 @@ CASES = {
     ),
 }
 
-PROMPT = [random.Random(1).randrange(3, 300) for _ in range(41)]
+PROMPT = random.Random(1).choices(range(3, 300), k=41)
 
 
 @pytest.fixture(scope="module", params=list(CASES))

@@ -1,0 +1,18 @@
+/* bf16 weights on the matrix unit, where compiler and machine have one. */
+#ifndef PB_LINEAR_AMX_H
+#define PB_LINEAR_AMX_H
+
+#include "linear.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && PB_AVX512
+#define PB_AMX 1
+int pb_amx_usable(void);
+void pb_linear_amx(const linear_job *linear);
+#else
+#define PB_AMX 0
+#endif
+
+/* bf16 panels hold a whole number of this many k (zeros at the end). */
+enum { BF16_K_STEP = PB_AMX ? 32 : 2 };
+
+#endif

@@ -1,0 +1,141 @@
+"""BeamGroup: the beams of one request, which advance together. Pure bookkeeping over log-probabilities.
+
+Each step every beam proposes its likeliest continuations. Once all have, the best of them become the next beams (their
+requests share KV by copy-on-write, see ``EngineCore``), those that end join the finished hypotheses, and the search stops
+when these cannot be beaten any more. Definitions, float32 arithmetic included, are those of transformers' ``generate``, so
+that the hypotheses agree with it token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged_backend.sampling_params import BeamSearch
+
+OUT = np.float32(-1e9)
+"""Added to the score of whatever must not be chosen; swallows the score, so what is out is equal."""
+
+Proposal = Sequence[tuple[int, float, int]]
+"""(token id, log-probability, rank) of a beam's likeliest continuations, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One continuation. score: sum of log-probabilities / length ** length_penalty.
+
+    parents: for each token, which of the num_beams beams of its step it continued.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    parents: tuple[int, ...]
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A beam of the next step: beam ``parent`` of this one continued by ``token_id``."""
+
+    parent: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    score: np.float32
+    parents: tuple[int, ...]
+
+
+class BeamGroup:
+    """options, max_tokens, stop_ids, and stops (output ids -> whether they end a hypothesis) of one request."""
+
+    def __init__(
+        self,
+        options: BeamSearch,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        stops: Callable[[Sequence[int]], bool] = lambda output: False,
+    ) -> None:
+        self.options = options
+        self.max_tokens = max_tokens
+        self.stop_ids = frozenset(stop_ids)
+        # enough to leave num_beams of them running when each beam's likeliest continuation ends it
+        self.num_candidates = max(2, 1 + len(self.stop_ids)) * options.num_beams
+        self.done = False
+        self._stops = stops
+        self._beams = [_Beam((), np.float32(0), ())]
+        self._proposals: dict[int, Proposal] = {}
+        self._hopeless = False  # no running beam can beat the finished hypotheses
+        empty = Hypothesis((), float(OUT), (), finished=False)
+        self._hypotheses = [empty] * options.num_beams
+
+    @property
+    def num_beams(self) -> int:
+        """Beams that propose in this step: one at first, then ``options.num_beams``."""
+        return len(self._beams)
+
+    def propose(self, beam: int, proposal: Proposal) -> bool:
+        """Take one beam's proposal; True once every beam has made its own. Making it again changes nothing."""
+        self._proposals[beam] = proposal
+        return len(self._proposals) == len(self._beams)
+
+    def advance(self) -> list[Pick]:
+        """End the step: the beams of the next one, best first, or none and ``done``."""
+        candidates = self._candidates()
+        ends = [self._ends(beam) for beam in candidates]
+        self._proposals.clear()
+        width, options = self.options.num_beams, self.options
+        running = [(beam.score + (OUT if end else np.float32(0)), beam) for beam, end in zip(candidates, ends)]
+        running = sorted(running, key=lambda item: -item[0])[:width]
+        self._finish(candidates, ends)
+        length = len(candidates[0].token_ids)
+        self._beams = [_Beam(beam.token_ids, score, beam.parents) for score, beam in running]
+        if options.early_stopping == "never" and options.length_penalty > 0:
+            reach = self.max_tokens
+        else:
+            reach = length
+        best = running[0][0] / np.float32(reach**options.length_penalty)
+        worst = min(np.float32(h.score) for h in self._hypotheses)
+        if not any(best > (worst if h.finished else OUT) for h in self._hypotheses):
+            self._hopeless = True
+        full = options.early_stopping is True and all(h.finished for h in self._hypotheses)
+        self.done = self._hopeless or full or all(ends)
+        return [] if self.done else [Pick(beam.parents[-1], beam.token_ids[-1]) for beam in self._beams]
+
+    def best(self, count: int) -> list[Hypothesis]:
+        """The ``count`` best hypotheses, best first. Valid when done."""
+        return self._hypotheses[:count]
+
+    def _candidates(self) -> list[_Beam]:
+        scored = [
+            (beam.score + np.float32(logprob), index, token)
+            for index, beam in enumerate(self._beams)
+            for token, logprob, _ in self._proposals[index]
+        ]
+        scored.sort(key=lambda item: -item[0])
+        return [
+            _Beam((*self._beams[i].token_ids, token), score, (*self._beams[i].parents, i))
+            for score, i, token in scored[: self.num_candidates]
+        ]
+
+    def _ends(self, beam: _Beam) -> bool:
+        output = beam.token_ids
+        return output[-1] in self.stop_ids or len(output) >= self.max_tokens or self._stops(output)
+
+    def _finish(self, candidates: Sequence[_Beam], ends: Sequence[bool]) -> None:
+        """Let the candidates that end, if they are among the best num_beams, compete with the hypotheses so far."""
+        width = self.options.num_beams
+        full = self.options.early_stopping is True and all(h.finished for h in self._hypotheses)
+        if full or self._hopeless:
+            return
+        penalty = np.float32(len(candidates[0].token_ids) ** self.options.length_penalty)
+        fresh = [
+            Hypothesis(beam.token_ids, float(beam.score / penalty), beam.parents)
+            for beam, end in zip(candidates[:width], ends)
+            if end
+        ]
+        self._hypotheses = sorted([*self._hypotheses, *fresh], key=lambda h: -h.score)[:width]

@@ -1,0 +1,89 @@
+"""What only a process of its own can show: pipes, signals, and how light the start is."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+OPTIONS = ["--kernels", "reference", "--num-blocks", "2048", "--temperature", "0", "--ignore-eos"]
+
+
+@pytest.fixture
+def start(model, quiet_env):
+    started = []
+
+    def call(command, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paged_backend.cli", command, model, *arguments, *OPTIONS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=quiet_env,
+        )
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "x", "--top-p", "9"]])
+def test_help_and_usage_errors_import_neither_torch_nor_transformers(arguments, quiet_env):
+    code = (
+        "import sys\n"
+        "from paged_backend.cli import main\n"
+        f"sys.argv = ['paged-backend', *{arguments!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=quiet_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_slow_pipe_gets_each_result_before_it_sends_the_next_line(start):
+    process = start("run", "--max-tokens", "4")
+    for word in (b"five jugs\n", b"a box\n"):
+        process.stdin.write(word)
+        process.stdin.flush()
+        assert "text" in json.loads(process.stdout.readline())
+    rest, errors = process.communicate()
+    assert (rest, errors, process.returncode) == (b"", b"", 0)
+
+
+def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start):
+    process = start("run", "--max-tokens", "40")
+    process.stdin.write(b"five jugs\n" * 300)
+    process.stdin.close()
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 128 + signal.SIGPIPE
+    assert errors == b""
+
+
+def test_ctrl_c_ends_a_run_without_a_traceback(start):
+    process = start("run", "--text", "--max-tokens", "15000", "five jugs")
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    assert b"Traceback" not in errors
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_and_the_chat_goes_on(start):
+    process = start("chat", "--max-tokens", "15000")
+    process.stdin.write(b"five jugs\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(b"/stats\n/exit\n")
+    assert process.returncode == 0, errors
+    assert b"(abort)" in said
