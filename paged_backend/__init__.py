@@ -15,6 +15,7 @@ _EXPORTS = {
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
+    "StructuredOutputs": "constrain.options",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
@@ -33,12 +34,14 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
     "get_engine",
 ]
 
 if TYPE_CHECKING:
     from paged_backend.config import EngineConfig
+    from paged_backend.constrain.options import StructuredOutputs
     from paged_backend.engine.registry import get_engine
     from paged_backend.errors import PagedBackendError
     from paged_backend.llm import LLM

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paged_backend.constrain.options import StructuredOutputs
+
 
 class RequestOutputKind(enum.Enum):
     """What each item of a stream holds."""
@@ -74,6 +76,8 @@ class SamplingParams:
     logits_processors: called in this order on the logits of each step, after the penalties, biases and masks
     above and before temperature and truncation. stop_criteria: called after each token, min_tokens or not. Both
     run in the engine's own thread: they must be quick, and one that raises fails its request only.
+    structured_outputs: the form the output must have, a :class:`StructuredOutputs` or a dict with its names. The
+    output ends when its form is complete, and is made to be complete within max_tokens.
     beam_search: n of its hypotheses, best first, are the request's outputs; excludes sampling.
     priority: lower runs earlier.
     """
@@ -101,6 +105,7 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
     stop_criteria: Sequence[StopCriterion] = ()
     beam_search: BeamSearch | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0
@@ -159,6 +164,8 @@ class SamplingParams:
         for name in ("logits_processors", "stop_criteria"):
             put(name, tuple(getattr(self, name) or ()))
             _check(name, all(callable(f) for f in getattr(self, name)), "callables", getattr(self, name))
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputs.coerce(self.structured_outputs))
         if self.beam_search is not None:
             self._check_beams(self.beam_search)
         elif self.n > 1 and self.temperature == 0:
@@ -175,6 +182,7 @@ class SamplingParams:
         _check("temperature", not self.temperature, "0 or not given in a beam search", self.temperature)
         for name in ("logprobs", "prompt_logprobs"):
             _check(name, getattr(self, name) is None, "None in a beam search", getattr(self, name))
+        _check("structured_outputs", self.structured_outputs is None, "None in a beam search", "a form")
         _check("stop", not self.stop, "empty in a beam search: use stop_criteria or stop_token_ids", self.stop)
 
     def resolved(self, generation_config: Mapping[str, Any] | None = None) -> SamplingParams:

@@ -8,12 +8,16 @@ therefore changes the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.engine import EngineCore
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.runner.model_runner import Result, Work
 from paged_backend.runner.sampler import Sampled
+
+if TYPE_CHECKING:
+    from paged_backend.tokenizer import Tokenizer
 
 NextToken = Callable[[list[int]], int]
 POISON = -1
@@ -69,6 +73,8 @@ class ScriptedRunner:
         for row in work.rows:
             context = self._read(work, end)
             token = (self.next_token(context) + (row.seed if row.params.temperature else 0)) % self.vocab_size
+            if row.constraint is not None:
+                token = row.constraint.settle(token)
             sampled.append(Sampled(token, -1.0, 1, None))
         scores = [Sampled(token, -float(token), 1, []) for token in work.scored_ids]
         return Result(sampled, scores)
@@ -111,3 +117,40 @@ def scripted_core(
     cache = CacheManager(num_blocks, block_size, window, prefix_caching)
     scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     return EngineCore(runner, cache, scheduler, max_model_len, always_check)
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The chat template of :func:`small_tokenizer`."""
+
+
+def small_tokenizer(vocab_size: int = 600, chat_template: str | None = CHATML) -> Tokenizer:
+    """A byte-level tokenizer that can spell anything, trained in a moment on some JSON; ``<|im_end|>`` (id 2) ends.
+
+    Its ids 0 to 2 are special: <|endoftext|>, <|im_start|>, <|im_end|>.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    from paged_backend.tokenizer import Tokenizer
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = [
+        '{"name": "get_weather", "arguments": {"location": "Paris", "unit": "celsius"}}',
+        '{"name":"value","items":[{"id":1,"ok":true},{"id":22,"ok":false}],"note":null}',
+        "<tool_call>\n</tool_call>\nthe quick brown fox jumps over the lazy dog user assistant system",
+        '"]},{"":"","","],["},{":{":["',
+    ]
+    backend.train_from_iterator(lines * 8, trainer)
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return Tokenizer(backend, named, {} if chat_template is None else {"default": chat_template}, "small_tokenizer")

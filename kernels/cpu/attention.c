@@ -56,22 +56,15 @@ typedef struct {
     int fetch;             /* whether to fetch ahead: only the first rows do */
 } key_tile;
 
-static scratch *thread_scratch(int64_t d) {
-    static _Thread_local scratch *memory;
-    static _Thread_local int64_t size;
-    if (d > size) {
-        free(memory);
-        size_t head = (sizeof(scratch) + 63) / 64 * 64, floats = (size_t)((3 * ROWS + 2 * KEYS) * d);
-        memory = aligned_alloc(64, head + (4 * floats + 63) / 64 * 64);
-        size = memory ? d : 0;
-        if (!memory) return NULL;
-    }
-    memory->q = (float *)((char *)memory + (sizeof(scratch) + 63) / 64 * 64);
-    memory->out = memory->q + ROWS * d;
-    memory->total = memory->out + ROWS * d;
-    memory->k = memory->total + ROWS * d;
-    memory->v = memory->k + KEYS * d;
-    return memory;
+static scratch *item_scratch(int64_t d) {
+    int64_t head = ceil_div(sizeof(scratch), 64) * 64;
+    scratch *s = pb_thread_memory(ITEM_MEMORY, head + 4 * (3 * ROWS + 2 * KEYS) * d);
+    s->q = (float *)((char *)s + head);
+    s->out = s->q + ROWS * d;
+    s->total = s->out + ROWS * d;
+    s->k = s->total + ROWS * d;
+    s->v = s->k + KEYS * d;
+    return s;
 }
 
 /* score[rows][subs * SUB] = q . k for sub-blocks ``sub`` .. ``sub + subs - 1``. */
@@ -349,8 +342,7 @@ static void attend(const attention_job *job, int64_t tile, int64_t g, int64_t on
     int64_t start = job->query_start_loc[sequence], token = start + entry[1];
     int64_t new_tokens = job->query_start_loc[sequence + 1] - start;
     int64_t position = job->seq_lens[sequence] - new_tokens + entry[1];
-    scratch *s = thread_scratch(d);
-    if (!s) abort(); /* a few hundred kilobytes that cannot be had */
+    scratch *s = item_scratch(d);
     for (int64_t row = 0; row < all_rows; row += ROWS) {
         row_range range = {.table = job->block_table + sequence * job->table_width, .g = g, .group = group, .row = row,
                            .position = position, .rows = (int)(all_rows - row < ROWS ? all_rows - row : ROWS)};
@@ -401,8 +393,7 @@ static void merge_item(const void *context, int64_t item) {
     int64_t tile = item / job->kv_heads, g = item % job->kv_heads, d = job->d, group = job->heads / job->kv_heads;
     const int32_t *entry = job->tiles + 3 * tile;
     int64_t token = job->query_start_loc[entry[0]] + entry[1];
-    scratch *s = thread_scratch(d);
-    if (!s) abort();
+    scratch *s = item_scratch(d);
     for (int64_t row = 0; row < entry[2] * group; row++) {
         float maximum = -INFINITY, sum = 0.0f;
         memset(s->total, 0, 4 * (size_t)d);

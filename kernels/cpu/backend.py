@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
-from paged_backend.kernels.cpu.build import KernelBuildError, build
+from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -25,6 +25,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_linear_bytes": (_I, (_I,) * 3),
     "pb_padded_outputs": (_I, (_I,)),
     "pb_pack_linear": (None, (_P, _P) + (_I,) * 7),
+    "pb_pack_int": (None, (_P, _P) + (_I,) * 8),
+    "pb_usable": (_I, ()),
     "pb_bf16_exact": (_I, (_P, _I)),
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
@@ -34,7 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_plan_attention": (_I, (_P, _I, _P)),
     "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I)),
 }
-_DTYPES = {"float32": 0, "bfloat16": 1}
+_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _CHUNK_FLOATS = 1 << 22  # of a weight matrix converted at a time while packing
 
@@ -84,6 +86,8 @@ class CpuKernels(Kernels):
 
     def __init__(self, threads: int | None = None, library: Path | None = None) -> None:
         self._lib = load_library(library or build())
+        if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
+            self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
         self.threads = threads or torch.get_num_threads()
 
     def pack_linear(
@@ -102,7 +106,7 @@ class CpuKernels(Kernels):
             bias = torch.zeros(self._lib.pb_padded_outputs(n))
         first = 0
         for i, weight in enumerate(weights):
-            self._pack(packed, weight.detach(), first, _DTYPES[dtype])
+            self._pack(packed, weight.detach(), n, first, _DTYPES[dtype])
             if bias is not None and biases is not None and biases[i] is not None:
                 bias[first : first + weight.shape[0]] = biases[i]
             first += weight.shape[0]
@@ -114,13 +118,19 @@ class CpuKernels(Kernels):
             return True
         return all(self._lib.pb_bf16_exact(part.data_ptr(), part.numel()) for _, part in _row_chunks(weight))
 
-    def _pack(self, packed: Tensor, weight: Tensor, first: int, code: int) -> None:
+    def _pack(self, packed: Tensor, weight: Tensor, n: int, first: int, code: int) -> None:
+        """Put ``weight`` into the packed matrix of n outputs, as those from ``first`` on."""
         k = weight.shape[1]
         for row, part in _row_chunks(weight):
-            from_bf16 = part.dtype == torch.bfloat16
-            self._lib.pb_pack_linear(
-                packed.data_ptr(), part.data_ptr(), first + row, part.shape[0], k, k, from_bf16, code, self.threads
-            )
+            from_bf16, rows = part.dtype == torch.bfloat16, part.shape[0]
+            if code >= _DTYPES["int8"]:
+                self._lib.pb_pack_int(
+                    packed.data_ptr(), part.data_ptr(), n, first + row, rows, k, k, from_bf16, code, self.threads
+                )
+            else:
+                self._lib.pb_pack_linear(
+                    packed.data_ptr(), part.data_ptr(), first + row, rows, k, k, from_bf16, code, self.threads
+                )
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         packed = _own(weight)

@@ -18,6 +18,11 @@ from pathlib import Path
 
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-pthread")
 
+_NATIVE = ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64", "i686") else ("-mcpu=native",)
+
+# for a machine whose operating system does not hand out the registers of the matrix unit that its CPU has
+WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
+
 
 class KernelBuildError(RuntimeError):
     """The C kernels cannot be compiled or loaded here; the message says why and names the fix."""
@@ -49,7 +54,7 @@ def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
 
 
 def _flags(extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
-    return _FLAGS + (_native_flags() if extra_flags is None else extra_flags)
+    return _FLAGS + (_NATIVE if extra_flags is None else extra_flags)
 
 
 def _sources() -> list[Path]:
@@ -66,10 +71,6 @@ def find_compiler() -> list[str]:
             return [path, *command[1:]]
     where = f"CC={chosen!r} names no program" if chosen else "there is no cc, gcc or clang on PATH"
     raise KernelBuildError(f"{where}; install a C compiler (for instance `apt install gcc`) or set CC to one")
-
-
-def _native_flags() -> tuple[str, ...]:
-    return ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64", "i686") else ("-mcpu=native",)
 
 
 def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:

@@ -8,10 +8,8 @@
  * rows by one or a few panels only decide which chains run side by side, so a row's result depends neither on the other
  * rows, nor on the tile, nor on the thread.
  */
-#include "linear_amx.h"
+#include "linear_int.h"
 #include "threads.h"
-
-#include <stdlib.h>
 
 enum {
     ROW_BLOCK = 16 * MR,      /* rows whose inputs stay in the second-level cache while panels stream by */
@@ -117,18 +115,6 @@ INLINE int64_t panel_bytes(int64_t k, int bf16) {
     return (bf16 ? ceil_div(k, BF16_K_STEP) * BF16_K_STEP * 2 : k * 4) * NR;
 }
 
-/* Scratch of a thread for one widened panel; kept for the thread's life. */
-static float *panel_scratch(int64_t floats) {
-    static _Thread_local float *memory;
-    static _Thread_local int64_t size;
-    if (floats > size) {
-        free(memory);
-        memory = aligned_alloc(64, (size_t)ceil_div(floats * 4, 64) * 64);
-        size = memory ? floats : 0;
-    }
-    return memory;
-}
-
 static void widen_panel(float *out, const char *w, int64_t k) {
     for (int64_t i = 0; i < k; i++)
         for (int v = 0; v < NV; v++) {
@@ -147,8 +133,8 @@ static void run_item(const linear_job *job, int64_t item, int bf16) {
     for (; panel < end; panel += together) {
         const char *w = (const char *)job->weights + panel * step;
         int kind = bf16;
-        float *wide = bf16 && rows >= UNPACK_ROWS ? panel_scratch(job->k * NR) : NULL;
-        if (wide) {
+        if (bf16 && rows >= UNPACK_ROWS) {
+            float *wide = pb_thread_memory(ITEM_MEMORY, 4 * job->k * NR);
             widen_panel(wide, w, job->k);
             w = (const char *)wide;
             kind = 0;
@@ -172,8 +158,12 @@ EXPORT void pb_linear(const float *x, const void *weights, const float *bias, fl
                       int64_t k, int64_t dtype, int64_t threads) {
     linear_job job = {x, weights, bias, out, m, n, k, (int)threads};
     if (m * n * k < SMALL_WORK) job.threads = 1;
+    if (dtype == DTYPE_INT8 || dtype == DTYPE_INT4) {
+        pb_linear_int(&job, dtype == DTYPE_INT4);
+        return;
+    }
 #if PB_AMX
-    if (dtype == DTYPE_BFLOAT16 && pb_amx_usable()) {
+    if (dtype == DTYPE_BFLOAT16) {
         pb_linear_amx(&job);
         return;
     }
@@ -186,7 +176,17 @@ EXPORT void pb_linear(const float *x, const void *weights, const float *bias, fl
 EXPORT int64_t pb_padded_outputs(int64_t n) { return panels_of(n) * NR; }
 
 EXPORT int64_t pb_linear_bytes(int64_t n, int64_t k, int64_t dtype) {
+    if (dtype >= DTYPE_INT8) return panels_of(n) * (int_panel_bytes(k, dtype == DTYPE_INT4) + 4 * NR);
     return panels_of(n) * panel_bytes(k, dtype == DTYPE_BFLOAT16);
+}
+
+/* 0 if this build cannot run here: the operating system refuses the matrix unit's registers. */
+EXPORT int64_t pb_usable(void) {
+#if PB_AMX
+    return pb_amx_usable();
+#else
+    return 1;
+#endif
 }
 
 /* Copy ``rows`` rows (source [rows][ld], fp32 or bf16) into zero-filled packed weights, as outputs from ``first`` on. */
@@ -234,14 +234,17 @@ EXPORT int64_t pb_bf16_exact(const void *source, int64_t count) {
 /* out [count][K] = rows ``ids`` of the packed matrix [n, K]. Returns -1, or the index of an id outside 0 .. n - 1. */
 EXPORT int64_t pb_embedding(const int64_t *ids, const void *packed, float *out, int64_t count, int64_t n, int64_t k,
                             int64_t dtype) {
-    int bf16 = dtype == DTYPE_BFLOAT16;
+    int bf16 = dtype == DTYPE_BFLOAT16, integer = dtype >= DTYPE_INT8, int4 = dtype == DTYPE_INT4;
+    int64_t bytes = integer ? int_panel_bytes(k, int4) : panel_bytes(k, bf16);
     for (int64_t t = 0; t < count; t++) {
         if (ids[t] < 0 || ids[t] >= n) return t;
-        const char *panel = (const char *)packed + ids[t] / NR * panel_bytes(k, bf16);
+        const char *panel = (const char *)packed + ids[t] / NR * bytes;
         int64_t lane = ids[t] % NR;
+        float scale = integer ? int_scales(packed, n, k, int4)[ids[t]] : 1.0f, *row = out + t * k;
         for (int64_t i = 0; i < k; i++)
-            out[t * k + i] = bf16 ? bf16_to_float(((const uint16_t *)panel)[((i / 2) * NR + lane) * 2 + (i & 1)])
-                                  : ((const float *)panel)[i * NR + lane];
+            if (integer) row[i] = (float)int_weight(panel, i, lane, int4) * scale;
+            else if (bf16) row[i] = bf16_to_float(((const uint16_t *)panel)[((i / 2) * NR + lane) * 2 + (i & 1)]);
+            else row[i] = ((const float *)panel)[i * NR + lane];
     }
     return -1;
 }

@@ -13,7 +13,6 @@
 #if PB_AMX
 #include "threads.h"
 
-#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -24,17 +23,17 @@ enum {
     PARTS = 3,
     COLUMN_TILES = NR / 16,
     BLOCK_TILES = 8,                        /* row tiles of one item */
+    BLOCK_STEPS = 8,                        /* steps whose weights stay in the first-level cache: 24 KB */
     B_STEP_BYTES = STEP / 2 * NR * 4,       /* one step of a panel */
     A_STEP_BYTES = PARTS * TILE_BYTES,      /* one step of a row tile */
+    FETCH_AHEAD = 2 * B_STEP_BYTES,
 };
 _Static_assert(COLUMN_TILES == 3, "the kernel below holds three column tiles");
 
 /* The operating system gives the tile registers to a process that asks. */
 int pb_amx_usable(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    static int usable; /* 0 unknown, 1 yes, -1 no; races write the same value */
-    if (!usable) usable = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 1 : -1;
-    return usable > 0;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
 typedef struct {
@@ -70,30 +69,34 @@ static void split_tile(const void *context, int64_t tile) {
     }
 }
 
-/* Registers 0-5: sums of two row tiles by three column tiles, 6: weights, 7: activations. */
-static void configure(int rows_first, int rows_second) {
+/* Registers 0-2: sums of a row tile of ``rows`` rows by three column tiles, 3-5: weights, 7: activations. */
+static void configure(int rows) {
     struct {
         uint8_t palette, start, zero[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE_ROWS;
-    for (int i = 0; i < 3; i++) config.rows[i] = (uint8_t)rows_first, config.rows[3 + i] = (uint8_t)rows_second;
-    config.rows[7] = (uint8_t)rows_first;
+    for (int i = 0; i < 8; i++) {
+        config.bytes[i] = 64;
+        config.rows[i] = (uint8_t)(i >= 3 && i <= 5 ? STEP / 2 : rows);
+    }
     _tile_loadconfig(&config);
 }
 
-INLINE void fetch_ahead(const char *b, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(b + i, _MM_HINT_T0);
-}
-
-/* One row tile (rows 1 .. 16) by one panel. */
-static void one_by_three(const char *a, const char *b, int64_t steps, float *out, int fetch) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
+/* sums [rows][NR] of one row tile by one panel += some steps. The first row tile fetches the weights of later steps. */
+static void multiply(const char *a, const char *b, int64_t steps, float *sums, int fresh, int fetch) {
+    if (fresh) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+    } else {
+        _tile_loadd(0, sums, NR * 4);
+        _tile_loadd(1, sums + 16, NR * 4);
+        _tile_loadd(2, sums + 32, NR * 4);
+    }
     for (int64_t s = 0; s < steps; s++, a += A_STEP_BYTES, b += B_STEP_BYTES) {
-        if (fetch) fetch_ahead(b + 2 * B_STEP_BYTES, B_STEP_BYTES);
+        if (fetch)
+            for (int64_t i = 0; i < B_STEP_BYTES; i += 64) _mm_prefetch(b + FETCH_AHEAD + i, _MM_HINT_T0);
         _tile_loadd(3, b, NR * 4);
         _tile_loadd(4, b + 64, NR * 4);
         _tile_loadd(5, b + 128, NR * 4);
@@ -105,89 +108,39 @@ static void one_by_three(const char *a, const char *b, int64_t steps, float *out
             _tile_dpbf16ps(2, 7, 5);
         }
     }
-    _tile_stored(0, out, NR * 4);
-    _tile_stored(1, out + 16, NR * 4);
-    _tile_stored(2, out + 32, NR * 4);
+    _tile_stored(0, sums, NR * 4);
+    _tile_stored(1, sums + 16, NR * 4);
+    _tile_stored(2, sums + 32, NR * 4);
 }
 
-/* Two full row tiles by one panel. */
-static void two_by_three(const char *a, const char *a2, const char *b, int64_t steps, float *out) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
-#define COLUMN(first, second) /* registers of the two sums of a column tile */ \
-    _tile_loadd(6, b + 64 * first, NR * 4); \
-    PART(first, second, 0) PART(first, second, 1) PART(first, second, 2)
-#define PART(first, second, part) \
-    _tile_loadd(7, a + part * TILE_BYTES, 64); \
-    _tile_dpbf16ps(first, 7, 6); \
-    _tile_loadd(7, a2 + part * TILE_BYTES, 64); \
-    _tile_dpbf16ps(second, 7, 6);
-    for (int64_t s = 0; s < steps; s++, a += A_STEP_BYTES, a2 += A_STEP_BYTES, b += B_STEP_BYTES) {
-        COLUMN(0, 3)
-        COLUMN(1, 4)
-        COLUMN(2, 5)
-    }
-#undef COLUMN
-#undef PART
-    _tile_stored(0, out, NR * 4);
-    _tile_stored(1, out + 16, NR * 4);
-    _tile_stored(2, out + 32, NR * 4);
-    out += TILE_ROWS * NR;
-    _tile_stored(3, out, NR * 4);
-    _tile_stored(4, out + 16, NR * 4);
-    _tile_stored(5, out + 32, NR * 4);
-}
-
-/* Item: a block of row tiles by one panel. */
+/* Item: a block of row tiles by one panel. Weights of a few steps stay in the first-level cache for all the rows. */
 static void amx_item(const void *context, int64_t item) {
     const amx_job *job = context;
     const linear_job *l = &job->linear;
-    int64_t panels = panels_of(l->n), panel = item % panels, tile = item / panels * BLOCK_TILES;
-    int64_t tiles = ceil_div(l->m, TILE_ROWS), end = tile + BLOCK_TILES < tiles ? tile + BLOCK_TILES : tiles;
+    int64_t panels = panels_of(l->n), panel = item % panels, first = item / panels * BLOCK_TILES;
+    int64_t tiles = ceil_div(l->m, TILE_ROWS) - first, rows = l->m - first * TILE_ROWS;
+    if (tiles > BLOCK_TILES) tiles = BLOCK_TILES, rows = BLOCK_TILES * TILE_ROWS;
     const char *b = (const char *)l->weights + panel * job->steps * B_STEP_BYTES;
-    const float *bias = l->bias ? l->bias + panel * NR : NULL;
-    _Alignas(64) float sums[2 * TILE_ROWS * NR];
-    int configured = 0, fetch = 1;
-    while (tile < end) {
-        int64_t row = tile * TILE_ROWS, rows = l->m - row;
-        int count = rows >= 2 * TILE_ROWS && tile + 1 < end ? 2 : 1;
-        if (rows > count * TILE_ROWS) rows = count * TILE_ROWS;
-        int wanted = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
-        if (configured != wanted) configure(wanted, TILE_ROWS);
-        configured = wanted;
-        const char *a = job->split + tile * job->steps * A_STEP_BYTES;
-        if (count == 2) two_by_three(a, a + job->steps * A_STEP_BYTES, b, job->steps, sums);
-        else one_by_three(a, b, job->steps, sums, fetch);
-        fetch = 0;
-        for (int64_t r = 0; r < rows; r++) {
-            vf acc[NV];
-            for (int v = 0; v < NV; v++) acc[v] = vload(sums + r * NR + v * W);
-            store_row(l->out + (row + r) * l->n + panel * NR, acc, bias, l->n - panel * NR);
-        }
-        tile += count;
-    }
+    const char *a = job->split + first * job->steps * A_STEP_BYTES;
+    _Alignas(64) float sums[BLOCK_TILES * TILE_ROWS * NR];
+    configure(rows < TILE_ROWS ? (int)rows : TILE_ROWS); /* the last tile of several computes unused rows */
+    int64_t block = tiles == 1 ? job->steps : BLOCK_STEPS;
+    for (int64_t s = 0; s < job->steps; s += block)
+        for (int64_t t = 0; t < tiles; t++)
+            multiply(a + (t * job->steps + s) * A_STEP_BYTES, b + s * B_STEP_BYTES,
+                     job->steps - s < block ? job->steps - s : block, sums + t * TILE_ROWS * NR, s == 0, t == 0);
     _tile_release();
-}
-
-static char *split_memory(int64_t bytes) {
-    static _Thread_local char *memory;
-    static _Thread_local int64_t size;
-    if (bytes > size) {
-        free(memory);
-        memory = aligned_alloc(64, (size_t)bytes);
-        size = memory ? bytes : 0;
+    for (int64_t r = 0; r < rows; r++) {
+        vf acc[NV];
+        for (int v = 0; v < NV; v++) acc[v] = vload(sums + r * NR + v * W);
+        store_row(l->out + (first * TILE_ROWS + r) * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL,
+                  l->n - panel * NR);
     }
-    return memory;
 }
 
 void pb_linear_amx(const linear_job *linear) {
     int64_t tiles = ceil_div(linear->m, TILE_ROWS), steps = ceil_div(linear->k, STEP);
-    amx_job job = {*linear, split_memory(tiles * steps * A_STEP_BYTES), steps};
-    if (!job.split) abort();
+    amx_job job = {*linear, pb_thread_memory(CALLER_MEMORY, tiles * steps * A_STEP_BYTES), steps};
     pb_parallel(split_tile, &job, tiles, linear->m * linear->k < 1 << 16 ? 1 : linear->threads);
     pb_parallel(amx_item, &job, ceil_div(tiles, BLOCK_TILES) * panels_of(linear->n), linear->threads);
 }

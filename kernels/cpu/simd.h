@@ -48,7 +48,15 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 INLINE vf vload(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void vstore(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vi viload(const void *p) { vi v; memcpy(&v, p, sizeof v); return v; }
-INLINE vf vset1(float x) { return (vf){} + x; }
+INLINE vf vset1(float x) { /* an initialiser, not 0 + x, which would be an addition */
+#if W == 16
+    return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#elif W == 8
+    return (vf){x, x, x, x, x, x, x, x};
+#else
+    return (vf){x, x, x, x};
+#endif
+}
 INLINE vf as_vf(vi v) { vf r; memcpy(&r, &v, sizeof r); return r; }
 INLINE vi as_vi(vf v) { vi r; memcpy(&r, &v, sizeof r); return r; }
 INLINE vf vselect(vi mask, vf yes, vf no) { return as_vf((as_vi(yes) & mask) | (as_vi(no) & ~mask)); }

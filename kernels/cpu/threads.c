@@ -13,6 +13,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <time.h>
 #if defined(__x86_64__) || defined(__i386__)
 #define pause_cpu() __builtin_ia32_pause()
@@ -156,4 +157,16 @@ void pb_parallel(pb_task task, const void *context, int64_t items, int threads) 
         }
     }
     pthread_mutex_unlock(&pool.busy);
+}
+
+void *pb_thread_memory(int use, int64_t bytes) {
+    static _Thread_local void *memory[2];
+    static _Thread_local int64_t size[2];
+    if (bytes > size[use]) {
+        free(memory[use]);
+        size[use] = (bytes + 63) / 64 * 64;
+        memory[use] = aligned_alloc(64, (size_t)size[use]);
+        if (!memory[use]) abort();
+    }
+    return memory[use];
 }

@@ -57,7 +57,8 @@ class MemoryRun:
 
     @property
     def loaded(self) -> list[Sample]:
-        return [s for s in self.samples if (s.waiting if self.saturated else s.running)]
+        wanted = [s for s in self.samples if (s.waiting if self.saturated else s.running)]
+        return wanted or list(self.samples)  # requests of one token have ended by the end of their step
 
     def shares(self) -> dict[str, float]:
         """Average share of the pool in each state; they add up to 1."""

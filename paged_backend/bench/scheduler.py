@@ -70,20 +70,25 @@ def measure_step(running: int, *, waiting: int = 0, steps: int = 200, prompt_tok
             return picked
 
     warm_up = 20
-    budget = max(512, running)
-    prefill_steps = -(-running * prompt_tokens // (budget - running // 2)) + 1
-    length = prompt_tokens + prefill_steps + warm_up + steps + 64
-    cache = CacheManager(running * -(-length // 16) + 1, 16)
+    budget = max(
+        512, running * prompt_tokens
+    )  # all prompts in one step, so that all requests are equally far
+    length = prompt_tokens + warm_up + steps + 64
+    cache = CacheManager(-(-running * (length + 15) // 16) + 1, 16)
     scheduler = TimedScheduler(cache, max_num_seqs=running + waiting, max_num_batched_tokens=budget)
     runner = Runner()
     core = EngineCore(runner, cache, scheduler, length + 1)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=length - prompt_tokens).resolved()
-    for i in range(running + waiting):
-        count = prompt_tokens if i < running else length - 1  # what waits can never fit beside the others
-        prompt = [1 + (i * 7919 + j * 31) % 31999 for j in range(count)]  # no two share a block
-        core.add(Request(f"bench-{i}", prompt, params, seed=i))
+
+    def arrive(first: int, last: int, prompt_length: int) -> None:
+        for i in range(first, last):
+            prompt = [1 + (i * 7919 + j * 31) % 31999 for j in range(prompt_length)]  # no two share a block
+            core.add(Request(f"bench-{i}", prompt, params, seed=i))
+
+    arrive(0, running, prompt_tokens)
     while len(scheduler.running) < running or any(r.num_pending > 1 for r in scheduler.running):
         core.step()
+    arrive(running, running + waiting, length - 1)  # so long that it can never fit beside the others
     for _ in range(warm_up):
         core.step()
     costs: list[tuple[float, float, float]] = []

@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from paged_backend.config import EngineConfig
+from paged_backend.constrain.grammar import GrammarCompiler
+from paged_backend.constrain.options import StructuredOutputs
 from paged_backend.engine.engine import EngineCore, Update
 from paged_backend.engine.inputs import Prompt, check_token_options, encode_prompt
 from paged_backend.engine.output_processor import CompletionState
@@ -55,6 +57,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.generation_config = dict(generation_config or {})
+        self.grammars = GrammarCompiler(tokenizer, self.eos_token_ids)
         self._core = core
         self._block_bytes = block_bytes
         self._on_release = on_release
@@ -81,14 +84,26 @@ class Engine:
         return self._core.longest_request()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        resume_output_ids: Mapping[int, Sequence[int]] | None = None,
+        cache_salt: str | None = None,
     ) -> RequestHandle:
         """Queue one prompt (text, token ids, or a dict with ``prompt`` or ``prompt_token_ids``).
+
+        resume_output_ids: {sample: its output in an earlier run with the same seed}. The samples go on as that run would
+        have, and give out only what is new; samples that are left out have ended. cache_salt: cached prefixes are
+        shared only between requests with equal salts.
 
         Raises :class:`RequestRejectedError` (``ValueError``) for a request that could never run; the engine is not
         affected.
         """
-        return self.submit_many([prompt], [params or SamplingParams()], [request_id])[0]
+        self._ensure_open()
+        made = self._prepare(prompt, params or SamplingParams(), request_id, resume_output_ids, cache_salt)
+        return self._enqueue([made])[0]
 
     def submit_many(
         self,
@@ -99,7 +114,9 @@ class Engine:
         """Queue several at once, so that the first step sees all of them. Every one is checked before any is queued."""
         self._ensure_open()
         ids = request_ids or [None] * len(prompts)
-        made = [self._prepare(*item) for item in zip(prompts, params, ids)]
+        return self._enqueue([self._prepare(*item) for item in zip(prompts, params, ids)])
+
+    def _enqueue(self, made: Sequence[tuple[list[Request], RequestState]]) -> list[RequestHandle]:
         if len({state.request_id for _, state in made}) < len(made):
             raise RequestRejectedError("request ids must be unique")
         for _, state in made:
@@ -107,18 +124,24 @@ class Engine:
                 raise RequestRejectedError(f"request id {state.request_id!r} is already in use")
 
         def add() -> None:
-            for request, state in made:
+            for requests, state in made:
                 if not state.finished:  # else it was aborted before the loop saw it
-                    self._prompt_tokens += request.num_prompt_tokens
-                    self._core.add(request)
+                    self._prompt_tokens += len(state.prompt_token_ids)
+                    for request in requests:
+                        self._core.add(request)
 
         self._states.update((state.request_id, state) for _, state in made)
         self._post(add)
         return [RequestHandle(state, self.abort) for _, state in made]
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> tuple[Request, RequestState]:
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        resume: Mapping[int, Sequence[int]] | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[list[Request], RequestState]:
         request_id = request_id or f"request-{next(self._ids)}"
         params = params.resolved(self.generation_config)
         text, token_ids = encode_prompt(prompt, self.tokenizer)
@@ -126,6 +149,12 @@ class Engine:
         self._core.admit(token_ids, params.n, beams, params.max_tokens or 1)
         bad_words = check_token_options(params, self.tokenizer, self._core.runner.vocab_size)
         stop_ids = (() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ())
+        max_tokens = min(params.max_tokens or 1, self._core.longest_request() - len(token_ids))
+        constraint = None
+        if params.structured_outputs is not None:
+            ignored = self.eos_token_ids if params.ignore_eos else ()
+            grammar = self.grammars.compile(StructuredOutputs.coerce(params.structured_outputs))
+            constraint = grammar.open(max_tokens, stop_ids, ignored)
         seed = params.seed
         if seed is None:
             seed = next(self._seeds) if self._seeds is not None else secrets.randbits(62)
@@ -137,16 +166,42 @@ class Engine:
             seed=seed,
             stop_ids=stop_ids,
             bad_words_ids=bad_words,
-            max_tokens=min(params.max_tokens or 1, self._core.longest_request() - len(token_ids)),
+            max_tokens=max_tokens,
+            namespace=() if cache_salt is None else (("salt", cache_salt),),
             arrival_time=now,
         )
+        request.constraint = constraint
         completions = [
             CompletionState(i, params, self.tokenizer, token_ids, stop_ids) for i in range(params.n)
         ]
+        requests = [request]
+        if resume is not None:
+            self._check_resume(resume, params, max_tokens)
+            requests = [request.resumed(index, output) for index, output in sorted(resume.items())]
+            for completion in completions:
+                if completion.index in resume:
+                    completion.resume(resume[completion.index])
+                else:
+                    completion.finish("stop")
         state = RequestState(
             request_id, text, token_ids, params, completions, self.tokenizer, RequestMetrics(now)
         )
-        return request, state
+        return requests, state
+
+    def _check_resume(
+        self, resume: Mapping[int, Sequence[int]], params: SamplingParams, max_tokens: int
+    ) -> None:
+        if params.beam_search is not None or params.prompt_logprobs is not None:
+            raise RequestRejectedError("resume_output_ids excludes beam_search and prompt_logprobs")
+        if not resume or not all(0 <= index < params.n for index in resume):
+            raise RequestRejectedError(f"resume_output_ids must name samples below n={params.n}, got {list(resume)}")
+        for output in resume.values():
+            if len(output) >= max_tokens:
+                raise RequestRejectedError(
+                    f"resume_output_ids has {len(output)} tokens of at most {max_tokens}: nothing is left to generate"
+                )
+            if output and not 0 <= min(output) <= max(output) < self._core.runner.vocab_size:
+                raise RequestRejectedError("resume_output_ids has an id outside the vocabulary")
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None

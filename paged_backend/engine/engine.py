@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +78,7 @@ class EngineCore:
         self.num_steps = 0
         self.num_failed_steps = 0
         self._requests: dict[str, list[Request]] = {}
+        self._masks: ThreadPoolExecutor | None = None
 
     # --- the door ------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request that :meth:`admit` has let pass."""
-        self._requests[request.request_id] = [request]
+        self._requests.setdefault(request.request_id, []).append(request)
         self.scheduler.add(request)
 
     def finish(self, request_id: str, index: int | None = None) -> list[Request]:
@@ -154,6 +156,7 @@ class EngineCore:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
         works = [self._work(request, count) for request, count in picked]
+        self._prepare_masks(picked)
         results = self._run(works, [request for request, _ in picked])
         self.num_steps += 1
         now = time.monotonic()
@@ -169,6 +172,14 @@ class EngineCore:
         if self.always_check:
             self.check()
         return updates
+
+    def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
+        """Let grammars fill their masks in a thread of their own while the model computes."""
+        for request, count in picked:
+            if request.constraint is not None and count == request.num_pending:
+                if self._masks is None:
+                    self._masks = ThreadPoolExecutor(1, "paged_backend-masks")
+                request.constraint.prepare(self._masks)
 
     def _work(self, request: Request, count: int) -> Work:
         start = request.num_computed
@@ -205,6 +216,7 @@ class EngineCore:
             seed,
             request.stop_ids,
             request.bad_words_ids,
+            request.constraint,
             candidates=request.group.num_candidates if request.group is not None else 0,
         )
 
@@ -255,7 +267,7 @@ class EngineCore:
             )
             try:
                 self._append(member, sampled.token_id, now, update)
-            except Exception as error:  # from one of its stop criteria
+            except Exception as error:  # from its grammar or one of its stop criteria
                 update = self._fail(member, error)[0]
             updates.append(update)
 
@@ -265,9 +277,14 @@ class EngineCore:
         metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+        constraint = request.constraint
+        if constraint is not None:
+            constraint.advance(token)
         if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
             update.finish_reason = "stop"
             update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+        elif constraint is not None and constraint.ended:
+            update.finish_reason = "stop"
         elif request.num_output_tokens >= request.max_tokens:
             update.finish_reason = "length"
         if request.params.stop_criteria and request.stops(request.output_token_ids):
@@ -363,6 +380,8 @@ class EngineCore:
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""
         del self.runner
+        if self._masks is not None:
+            self._masks.shutdown()
 
     def _usage(self) -> StepUsage:
         requests = self.scheduler.requests()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
@@ -13,6 +16,11 @@ from paged_backend.engine.scheduler import Scheduler
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.model_runner import ModelRunner
 
+if TYPE_CHECKING:
+    from paged_backend.kernels.base import Kernels
+    from paged_backend.models.loading import LoadedModel
+
+logger = logging.getLogger("paged_backend")
 
 def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
     """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
@@ -20,13 +28,22 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
 
     from paged_backend.kernels.select import select_kernels
     from paged_backend.models.loading import load_model
-    from paged_backend.tokenizer import load_tokenizer
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels = select_kernels(config.kernels, config.threads)
     model = load_model(config, kernels)
-    tokenizer = load_tokenizer(model.tokenizer_source, model.checkpoint)
+    return start_engine(config, kernels, model, _tokenizer(config, model), on_release)
+
+
+def start_engine(
+    config: EngineConfig,
+    kernels: Kernels,
+    model: LoadedModel,
+    tokenizer: Any,
+    on_release: Callable[[], bool] = lambda: True,
+) -> Engine:
+    """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
     runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size)
@@ -45,6 +62,18 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
         block_bytes=block_bytes,
         on_release=on_release,
     )
+
+
+def _tokenizer(config: EngineConfig, model: LoadedModel) -> Any:
+    """The model's tokenizer; None, said once, for a folder that brings none (token ids still work)."""
+    from paged_backend.tokenizer import load_tokenizer
+
+    folder = Path(model.tokenizer_source)
+    files = ("tokenizer*", "vocab*", "spiece.model", "*.gguf")
+    if config.tokenizer is None and folder.is_dir() and not any(any(folder.glob(name)) for name in files):
+        logger.warning("%s has no tokenizer files: prompts must be token ids", folder)
+        return None
+    return load_tokenizer(model.tokenizer_source, model.checkpoint)
 
 
 def sliding_window(spec: DecoderSpec) -> int | None:

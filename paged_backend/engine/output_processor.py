@@ -29,6 +29,7 @@ class CompletionState:
         "_detokenizer",
         "_logprobs",
         "_matcher",
+        "_num_resumed",
         "_params",
         "_pieces",
         "_sent_pieces",
@@ -69,6 +70,7 @@ class CompletionState:
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0
         self._stop_ids = frozenset(stop_ids)
+        self._num_resumed = 0
         self._sent_pieces = 0
         self._sent_tokens = 0
 
@@ -77,8 +79,22 @@ class CompletionState:
         return self.finish_reason is not None
 
     @property
+    def _num_tokens(self) -> int:
+        return self._num_resumed + len(self.token_ids)
+
+    @property
     def text(self) -> str:
         return "".join(self._pieces)
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take in the output that an earlier run of the same request has given already, before any :meth:`append`.
+
+        Text, stop strings and min_tokens go on from it; everything given out from here on is what comes after it.
+        """
+        self._num_resumed = len(token_ids)
+        if self._detokenizer is not None:
+            for count, token_id in enumerate(token_ids, 1):
+                self._matcher.push(self._detokenizer.push(token_id), count > self._params.min_tokens)
 
     def append(
         self, sampled: Sampled, finish_reason: str | None = None, stop_reason: int | str | None = None
@@ -142,7 +158,7 @@ class CompletionState:
     def _show(self, text: str) -> bool:
         """Pass new text through the stop strings; True if one matched."""
         # As with end-of-sequence tokens, the first min_tokens tokens cannot end the output.
-        emitted, matched = self._matcher.push(text, len(self.token_ids) > self._params.min_tokens)
+        emitted, matched = self._matcher.push(text, self._num_tokens > self._params.min_tokens)
         if emitted:
             self._pieces.append(emitted)
         if matched is not None:

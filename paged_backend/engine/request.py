@@ -9,6 +9,7 @@ import enum
 from collections.abc import Sequence
 
 from paged_backend.cache.block_table import BlockTable
+from paged_backend.constrain.grammar import GrammarState
 from paged_backend.engine.beam_search import BeamGroup
 from paged_backend.outputs import RequestMetrics
 from paged_backend.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class Request:
     __slots__ = (
         "arrival",
         "bad_words_ids",
+        "constraint",
         "group",
         "index",
         "max_tokens",
@@ -78,6 +80,7 @@ class Request:
         self.seed = seed
         self.stop_ids = tuple(stop_ids)
         self.bad_words_ids = tuple(tuple(word) for word in bad_words_ids)
+        self.constraint: GrammarState | None = None
         self.max_tokens = max_tokens if max_tokens is not None else (params.max_tokens or 1)
         self.namespace = namespace
         self.priority = params.priority
@@ -130,6 +133,28 @@ class Request:
             return len(self.token_ids)
         return self.num_scored
 
+    def resumed(self, index: int, output_token_ids: Sequence[int]) -> Request:
+        """Sample ``index`` as it was when an earlier run had given it this output; it shares nothing but the prompt."""
+        other = Request(
+            self.request_id,
+            self.token_ids[: self.num_prompt_tokens],
+            self.params,
+            seed=self.params.child_seed(self.seed, index),
+            stop_ids=self.stop_ids,
+            bad_words_ids=self.bad_words_ids,
+            max_tokens=self.max_tokens,
+            namespace=self.namespace,
+            arrival_time=self.metrics.arrival_time,
+        )
+        other.token_ids.extend(output_token_ids)
+        other.index, other.seats = index, 1
+        if self.constraint is not None:
+            other.constraint = self.constraint.fork()
+            for token in output_token_ids:
+                other.constraint.settle(token)
+                other.constraint.advance(token)
+        return other
+
     def twin(self, index: int, table: BlockTable) -> Request:
         """Sample ``index`` of the same prompt, or beam ``index`` of the same group, sharing what is computed so far."""
         other = Request(
@@ -145,6 +170,7 @@ class Request:
             group=self.group,
         )
         other.token_ids = list(self.token_ids)
+        other.constraint = self.constraint.fork() if self.constraint is not None else None
         other.index, other.seats, other.arrival, other.priority = index, 1, self.arrival, self.priority
         other.status, other.table = self.status, table
         other.num_computed, other.num_scored = self.num_computed, self.num_prompt_tokens

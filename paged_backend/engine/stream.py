@@ -153,6 +153,22 @@ class RequestHandle:
                 raise TimeoutError(f"request {self.request_id} has not finished within {timeout} s")
         return state.output()
 
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` from the engine's threads whenever there is news; returns the function that ends that."""
+        return self._state.listen(listener)
+
+    def news(self) -> RequestOutput:
+        """What is new since the last call, at once; errors come back inside the output."""
+        return self._state.output(delta=True)
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` from the engine's threads whenever there is news; returns the function that ends that."""
+        return self._state.listen(listener)
+
+    def news(self) -> RequestOutput:
+        """What is new since the last call, at once; errors come back inside the output."""
+        return self._state.output(delta=True)
+
     def abort(self) -> None:
         """Stop the request; its blocks are free within one step. Harmless if it has finished."""
         if not self._state.finished:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ModelLoadError
+from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.base import Kernels
 from paged_backend.models.architectures import spec_from_config
 from paged_backend.models.checkpoint import Checkpoint, TensorSource
@@ -28,11 +28,11 @@ _HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "vocab*", "mer
 class LoadedModel:
     """A model ready to run. max_model_len: longest prompt + output it serves.
 
-    spec: as the weights really are (see ``fit``). tokenizer_source: the tokenizer asked for, or else that of
+    decoder: native, or a ``TransformersModel``. spec: as the weights really are (see ``fit``). tokenizer_source: the tokenizer asked for, or else that of
     the checkpoint.
     """
 
-    decoder: Decoder
+    decoder: Any
     spec: DecoderSpec
     checkpoint: Checkpoint
     tokenizer_source: str
@@ -50,21 +50,55 @@ class LoadedModel:
 def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     """Load ``config.model`` for ``kernels``.
 
-    Raises ModelLoadError naming the file, tensor or setting (UnsupportedModelError if it has no
+    What has no native implementation runs through its transformers module (see ``transformers_model``) if it comes
+    as safetensors. Raises ModelLoadError naming the file, tensor or setting (UnsupportedModelError if it has no
     implementation), and ValueError for a weight dtype the kernels do not have.
     """
-    checkpoint = load_checkpoint(resolve_model(config.model))
-    spec, weights = fit(checkpoint, spec_from_config(checkpoint.config))
+    return build_model(config, kernels, load_checkpoint(resolve_model(config.model)))
+
+
+def build_model(config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint) -> LoadedModel:
+    """:func:`load_model` for a checkpoint that is open already."""
+    try:
+        spec = spec_from_config(checkpoint.config)
+    except UnsupportedModelError as refusal:
+        if checkpoint.path.suffix == ".gguf":
+            raise
+        return _through_transformers(config, kernels, checkpoint, refusal)
+    spec, weights = fit(checkpoint, spec)
+    max_model_len = _context(config, spec, checkpoint)
+    decoder = Decoder(spec, weights, kernels, config.quantization or config.dtype, max_model_len)
+    return _loaded(config, decoder, checkpoint, max_model_len)
+
+
+def _through_transformers(
+    config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, refusal: UnsupportedModelError
+) -> LoadedModel:
+    from paged_backend.models.transformers_model import TransformersModel
+    from paged_backend.models.transformers_module import load_module
+
+    try:
+        module = load_module(checkpoint, config.quantization or config.dtype)
+        model = TransformersModel(module, kernels)
+    except UnsupportedModelError as second:
+        raise UnsupportedModelError(f"{refusal}; nor does it run through transformers: {second}") from second
+    return _loaded(config, model, checkpoint, _context(config, model.spec, checkpoint))
+
+
+def _context(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     max_model_len = config.max_model_len or spec.max_position
     if max_model_len > spec.max_position_limit:
         raise ModelLoadError(
             f"max_model_len {max_model_len} is beyond what {checkpoint.path} supports: "
             f"at most {spec.max_position_limit}"
         )
-    decoder = Decoder(spec, weights, kernels, config.quantization or config.dtype, max_model_len)
+    return max_model_len
+
+
+def _loaded(config: EngineConfig, model: Any, checkpoint: Checkpoint, max_model_len: int) -> LoadedModel:
     return LoadedModel(
-        decoder=decoder,
-        spec=decoder.spec,
+        decoder=model,
+        spec=model.spec,
         checkpoint=checkpoint,
         tokenizer_source=config.tokenizer or checkpoint.tokenizer_source,
         max_model_len=max_model_len,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ from paged_backend.sampling_params import SamplingParams
 
 _BLOCK = 256  # width of the blocks that maxima and sums are taken over first
 Array = np.ndarray[Any, Any]
+
+
+class Constraint(Protocol):
+    """A grammar at one sequence's place, as the sampler sees it."""
+
+    def mask(self) -> Array:
+        """Bool [<= V], True where a token is allowed; ids past its end are not."""
+
+    def settle(self, token: int) -> int:
+        """The token to take where ``token`` was drawn; another one if the output could not be completed after it."""
 
 
 @dataclass(slots=True)
@@ -33,7 +43,7 @@ class SampleRow:
     stop_ids: not sampled while ``len(output_token_ids) < params.min_tokens``: every end-of-sequence id of the
     model (not only the tokenizer's) and the request's stop_token_ids.
     bad_words_ids: token sequences whose last token is barred when the context ends with the tokens before it.
-    mask: bool [<= V], True where a token is allowed (a grammar); ids past its end are not allowed.
+    constraint: what a grammar allows here, None without one.
     candidates: in a beam search, how many continuations to propose instead of sampling one.
     """
 
@@ -43,7 +53,7 @@ class SampleRow:
     seed: int
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    mask: torch.Tensor | None = None
+    constraint: Constraint | None = None
     candidates: int = 0
 
 
@@ -99,6 +109,8 @@ class Sampler:
                     return _propose(raw, row)
                 values = _process(raw, row) if _processed(row) else raw
                 token = int(values.argmax()) if row.params.greedy else _draw(values, row)
+                if row.constraint is not None:
+                    token = row.constraint.settle(token)
                 if row.params.logprobs is None:
                     return Sampled(token)
                 return _score(raw, token, row.params.logprobs)
@@ -164,7 +176,7 @@ def _processed(row: SampleRow) -> bool:
         or bool(p.logit_bias)
         or p.allowed_token_ids is not None
         or bool(row.bad_words_ids)
-        or row.mask is not None
+        or row.constraint is not None
         or bool(p.logits_processors)
         or len(row.output_token_ids) < p.min_tokens
     )
@@ -195,8 +207,8 @@ def _process(raw: Array, row: SampleRow) -> Array:
     for word in row.bad_words_ids:
         if word and 0 <= word[-1] < vocab and _ends_with(row, word[:-1]):
             values[word[-1]] = -np.inf
-    if row.mask is not None:
-        allowed = row.mask.detach().to("cpu", torch.bool).numpy()[:vocab]
+    if row.constraint is not None:
+        allowed = row.constraint.mask()[:vocab]
         np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
         values[len(allowed) :] = -np.inf
     for processor in p.logits_processors:

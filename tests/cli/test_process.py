@@ -30,7 +30,9 @@ def start(model, quiet_env):
     yield call
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "x", "--top-p", "9"]])

@@ -16,10 +16,23 @@ from paged_backend.sampling_params import SamplingParams
 SAMPLER = Sampler()
 
 
+class Mask:
+    """A grammar that allows the same tokens everywhere."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+
+    def mask(self):
+        return self.allowed.numpy()
+
+    def settle(self, token):
+        return token
+
+
 def make_row(prompt=(), output=(), seed=0, stop_ids=(), bad_words_ids=(), mask=None, **params):
-    return SampleRow(
-        SamplingParams(**params).resolved(), list(prompt), list(output), seed, stop_ids, bad_words_ids, mask
-    )
+    constraint = None if mask is None else Mask(mask)
+    resolved = SamplingParams(**params).resolved()
+    return SampleRow(resolved, list(prompt), list(output), seed, stop_ids, bad_words_ids, constraint)
 
 
 def make_logits(*shape, seed=0, scale=2.0):
@@ -357,7 +370,7 @@ def test_the_callers_tensors_are_left_alone():
     rows, before = assorted_rows(0), logits.clone()
     mask = torch.ones(600, dtype=torch.bool)
     for row in rows:
-        row.mask = mask
+        row.constraint = Mask(mask)
     with torch.inference_mode():
         SAMPLER.sample(logits.clone(), rows)
     SAMPLER.sample(logits, rows)

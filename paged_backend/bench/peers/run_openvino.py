@@ -60,4 +60,5 @@ class OpenVino:
 
 
 if __name__ == "__main__":
-    serve(OpenVino)
+    # OpenVINO 2026.4 dies (SIGFPE) while it compiles bf16 math in a process that may use one core only
+    serve(OpenVino, pin_first=False)

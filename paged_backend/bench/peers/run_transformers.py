@@ -116,8 +116,8 @@ class Continuous(Model):
 
     def run(self, requests):
         counts = [0] * len(requests)
-        tokens = [[] for _ in requests]
-        times = [[] for _ in requests]
+        tokens: list[list[int]] = [[] for _ in requests]
+        times: list[list[float]] = [[] for _ in requests]
         late = [i for i, r in enumerate(requests) if r["after"]]
         first = [i for i, r in enumerate(requests) if not r["after"]]
         names = {}

@@ -25,15 +25,16 @@ import time
 import traceback
 
 
-def serve(load):
+def serve(load, pin_first=True):
     """Answer the request on stdin. load(request) -> engine with ``run(requests)`` -> list of {"tokens", "times"}.
 
-    ``times`` of an engine are stamps of ``time.perf_counter()``. An engine may have ``close()``.
+    ``times`` of an engine are stamps of ``time.perf_counter()``. An engine may have ``close()``. pin_first: go to the
+    cores before the peer is loaded; False pins every thread once it is.
     """
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the peer prints must not mix with the answer
     try:
-        result = _measure(json.load(sys.stdin), load)
+        result = _measure(json.load(sys.stdin), load, pin_first)
     except BaseException as error:
         traceback.print_exc()
         result = {"ok": False, "error": f"{type(error).__name__}: {error}"}
@@ -44,13 +45,14 @@ def serve(load):
     os._exit(0)  # some peers wait for threads of theirs, or crash, when the interpreter winds up
 
 
-def _measure(request, load):
-    if request["cores"] and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, request["cores"])
+def _measure(request, load, pin_first):
+    if pin_first:
+        _pin(request["cores"])
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(request["threads"])
     started = time.perf_counter()
     engine = load(request)
+    _pin(request["cores"])
     load_s = time.perf_counter() - started
     loaded = memory_mb("VmRSS")
     one_by_one = request["one_by_one"]
@@ -71,6 +73,16 @@ def _measure(request, load):
     if hasattr(engine, "close"):
         engine.close()
     return result
+
+
+def _pin(cores):
+    """Bind every thread of this process to ``cores``."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                os.sched_setaffinity(int(thread), cores)
+            except ProcessLookupError:
+                continue  # it has just ended
 
 
 def _run(engine, requests, one_by_one):
@@ -121,8 +133,8 @@ def run_steps(engine, requests, on_done=lambda index: None):
     engine.add(index, prompt, output); engine.step() -> iterable of (index, new tokens). Ends when every request
     has the tokens it asked for.
     """
-    tokens = [[] for _ in requests]
-    times = [[] for _ in requests]
+    tokens: list[list[int]] = [[] for _ in requests]
+    times: list[list[float]] = [[] for _ in requests]
     late = [i for i, r in enumerate(requests) if r["after"]]
     first = [i for i, r in enumerate(requests) if not r["after"]]
     open_ = set(range(len(requests)))

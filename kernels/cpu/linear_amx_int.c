@@ -1,0 +1,162 @@
+/* Linear layers with int8 and int4 weights on the matrix unit (AMX): 8 x 8 bits with exact 32-bit sums.
+ *
+ * The 14 bits of an activation are two 7-bit halves, so two products of int8 tiles give the exact result. int4 panels are
+ * expanded to int8, a few steps at a time, in the first-level cache.
+ */
+#include "linear_int.h"
+
+#if PB_AMX
+#include "threads.h"
+
+enum {
+    TILE_ROWS = 16,
+    TILE_BYTES = 1024,
+    PARTS = 2,
+    LOW_BITS = ACTIVATION_BITS / 2,
+    BLOCK_TILES = 4,                    /* row tiles of one item */
+    BLOCK_STEPS = 8,                    /* steps whose weights stay in the first-level cache: 24 KB */
+    B_STEP_BYTES = INT_STEP * NR,
+    A_STEP_BYTES = PARTS * TILE_BYTES,
+};
+
+typedef struct {
+    linear_job linear;
+    char *split;   /* activations: [row tile][step][low, high][16 rows][64] int8 */
+    float *scales; /* one per row */
+    int64_t steps;
+    int int4;
+} amx_int_job;
+
+static void split_row(const void *context, int64_t row) {
+    const amx_int_job *job = context;
+    int64_t k = job->linear.k;
+    const float *x = job->linear.x + row * k;
+    char *out = job->split + row / TILE_ROWS * job->steps * A_STEP_BYTES + row % TILE_ROWS * 64;
+    float inverse;
+    job->scales[row] = row_scale(x, k, &inverse);
+    for (int64_t i = 0; i < job->steps * INT_STEP; i += W) {
+        vf v = i < k ? vload_n(x + i, k - i < W ? (int)(k - i) : W) : (vf){};
+        vi q = vround(v * inverse);
+        char *at = out + i / INT_STEP * A_STEP_BYTES + i % INT_STEP;
+        _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8((__m512i)(q & ((1 << LOW_BITS) - 1))));
+        _mm_storeu_si128((__m128i *)(at + TILE_BYTES), _mm512_cvtepi32_epi8((__m512i)(q >> LOW_BITS)));
+    }
+}
+
+/* Registers 0-2: sums of the low parts by three column tiles, 3-5: of the high parts, 6: weights, 7: activations. */
+static void configure(int rows) {
+    struct {
+        uint8_t palette, start, zero[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = (uint8_t)(i == 6 ? 16 : rows);
+    _tile_loadconfig(&config);
+}
+
+#define EACH_SUM(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define ZERO(i) _tile_zero(i);
+#define LOAD(i) _tile_loadd(i, sums + i / 3 * TILE_ROWS * NR + i % 3 * 16, NR * 4);
+#define STORE(i) _tile_stored(i, sums + i / 3 * TILE_ROWS * NR + i % 3 * 16, NR * 4);
+#define COLUMN(low, high) \
+    _tile_loadd(6, b + 64 * low, NR * 4); \
+    _tile_loadd(7, a, 64); \
+    _tile_dpbssd(low, 7, 6); \
+    _tile_loadd(7, a + TILE_BYTES, 64); \
+    _tile_dpbssd(high, 7, 6);
+
+/* sums [part][16][NR] of one row tile by one panel += some steps. */
+static void multiply(const char *a, const char *b, int64_t steps, int32_t *sums, int fresh, int64_t ahead) {
+    if (fresh) {
+        EACH_SUM(ZERO)
+    } else {
+        EACH_SUM(LOAD)
+    }
+    for (int64_t s = 0; s < steps; s++, a += A_STEP_BYTES, b += B_STEP_BYTES) {
+        if (ahead)
+            for (int64_t i = 0; i < B_STEP_BYTES; i += 64) _mm_prefetch(b + ahead + i, _MM_HINT_T0);
+        COLUMN(0, 3)
+        COLUMN(1, 4)
+        COLUMN(2, 5)
+    }
+    EACH_SUM(STORE)
+}
+
+/* Steps or offsets of 16 outputs, each four times, as two vectors of 16-bit numbers. */
+INLINE void four_times(const char *p, __m512i out[2]) {
+    __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
+    __m512i lane = _mm512_set_epi16(7, 7, 7, 7, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4,
+                                    3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    out[0] = _mm512_permutexvar_epi16(lane, v);
+    out[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(lane, _mm512_set1_epi16(8)), v);
+}
+
+/* int4 groups -> int8 panel. */
+static void expand(char *out, const char *groups, int64_t count) {
+    const __m512i nibble = _mm512_set1_epi16(15);
+    for (int64_t g = 0; g < count; g++, groups += INT4_GROUP_BYTES, out += GROUP * NR)
+        for (int v = 0; v < NV; v++) {
+            __m512i step[2], offset[2];
+            four_times(groups + v * 32, step);
+            four_times(groups + NR * 2 + v * 32, offset);
+            for (int quad = 0; quad < GROUP / 4; quad++) {
+                int64_t at = (quad * NV + v) * 32;
+                __m512i both = _mm512_cvtepu8_epi16(
+                    _mm256_loadu_si256((const __m256i *)(groups + GROUP_PARAMETERS + at)));
+                _mm_prefetch(groups + GROUP_PARAMETERS + at + 4 * INT4_GROUP_BYTES, _MM_HINT_T0);
+                __m512i q[2] = {_mm512_and_si512(both, nibble), _mm512_srli_epi16(both, 4)};
+                for (int half = 0; half < 2; half++) {
+                    __m512i w = _mm512_add_epi16(_mm512_mullo_epi16(q[half], step[half]), offset[half]);
+                    _mm256_store_si256((__m256i *)(out + 2 * at + 32 * half),
+                                       _mm512_cvtepi16_epi8(_mm512_srai_epi16(w, INT4_SHIFT)));
+                }
+            }
+        }
+}
+
+/* Item: a block of row tiles by one panel. */
+static void amx_int_item(const void *context, int64_t item) {
+    const amx_int_job *job = context;
+    const linear_job *l = &job->linear;
+    int64_t panels = panels_of(l->n), panel = item % panels, first = item / panels * BLOCK_TILES;
+    int64_t tiles = ceil_div(l->m, TILE_ROWS) - first, rows = l->m - first * TILE_ROWS;
+    if (tiles > BLOCK_TILES) tiles = BLOCK_TILES, rows = BLOCK_TILES * TILE_ROWS;
+    const char *panel_start = (const char *)l->weights + panel * int_panel_bytes(l->k, job->int4);
+    const char *a = job->split + first * job->steps * A_STEP_BYTES;
+    _Alignas(64) int32_t sums[BLOCK_TILES * PARTS * TILE_ROWS * NR];
+    _Alignas(64) char expanded[BLOCK_STEPS * B_STEP_BYTES];
+    configure(rows < TILE_ROWS ? (int)rows : TILE_ROWS);
+    for (int64_t s = 0; s < job->steps; s += BLOCK_STEPS) {
+        int64_t steps = job->steps - s < BLOCK_STEPS ? job->steps - s : BLOCK_STEPS;
+        const char *b = panel_start + s * B_STEP_BYTES;
+        if (job->int4) {
+            expand(expanded, panel_start + s * (INT_STEP / GROUP) * INT4_GROUP_BYTES, steps * (INT_STEP / GROUP));
+            b = expanded;
+        }
+        for (int64_t t = 0; t < tiles; t++)
+            multiply(a + (t * job->steps + s) * A_STEP_BYTES, b, steps, sums + t * PARTS * TILE_ROWS * NR, s == 0,
+                     t == 0 && !job->int4 ? 2 * B_STEP_BYTES : 0);
+    }
+    _tile_release();
+    const float *scales = int_scales(l->weights, l->n, l->k, job->int4) + panel * NR;
+    for (int64_t r = 0; r < rows; r++) {
+        const int32_t *low = sums + (r / TILE_ROWS * PARTS * TILE_ROWS + r % TILE_ROWS) * NR, *high = low + TILE_ROWS * NR;
+        vf acc[NV];
+        for (int v = 0; v < NV; v++) {
+            vf sum = vfma(__builtin_convertvector(viload(high + v * W), vf), vset1(1 << LOW_BITS),
+                          __builtin_convertvector(viload(low + v * W), vf));
+            acc[v] = sum * (vload(scales + v * W) * job->scales[first * TILE_ROWS + r]);
+        }
+        store_row(l->out + (first * TILE_ROWS + r) * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL,
+                  l->n - panel * NR);
+    }
+}
+
+void pb_linear_int(const linear_job *linear, int int4) {
+    int64_t tiles = ceil_div(linear->m, TILE_ROWS), steps = ceil_div(linear->k, INT_STEP);
+    amx_int_job job = {*linear, pb_thread_memory(CALLER_MEMORY, tiles * (steps * A_STEP_BYTES + TILE_ROWS * 4)), NULL, steps, int4};
+    job.scales = (float *)(job.split + tiles * steps * A_STEP_BYTES);
+    pb_parallel(split_row, &job, linear->m, linear->m * linear->k < 1 << 16 ? 1 : linear->threads);
+    pb_parallel(amx_int_item, &job, ceil_div(tiles, BLOCK_TILES) * panels_of(linear->n), linear->threads);
+}
+#endif

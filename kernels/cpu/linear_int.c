@@ -1,0 +1,273 @@
+/* Linear layers with int8 and int4 weights: packing, and products on vector units.
+ *
+ * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). A block of K of one panel is widened to 16 bits in
+ * the first-level cache, where all rows use it; the block's integer sums are then added to fp32 totals. Blocks have
+ * fixed bounds, so a row's result depends on nothing but the row.
+ */
+#include "linear_int.h"
+#include "threads.h"
+
+#include <stdlib.h>
+
+enum { PACK_CHOICES = 6 };
+
+/* The group [first, first + count) of one output as int4: choose the range with the least squared error. */
+static void quantize_group(const float *w, int count, float scale, int *q, int *step, int *offset) {
+    float low = 0.0f, high = 0.0f, best = -1.0f;
+    for (int i = 0; i < count; i++) {
+        if (w[i] < low) low = w[i];
+        if (w[i] > high) high = w[i];
+    }
+    float unit = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (int choice = 0; choice < PACK_CHOICES; choice++) {
+        float shrink = 1.0f - 0.05f * (float)choice, width = (high - low) * shrink * unit / 15.0f;
+        int s = (int)(width * (1 << INT4_SHIFT) + 0.5f), trial[GROUP];
+        if (s < 1) s = 1;
+        int o = (int)__builtin_floorf(low * shrink * unit * (1 << INT4_SHIFT) + 0.5f) + (1 << (INT4_SHIFT - 1));
+        float error = 0.0f;
+        for (int i = 0; i < count; i++) {
+            float x = w[i] * unit * (1 << INT4_SHIFT);
+            int n = (int)((x - (float)(o - (1 << (INT4_SHIFT - 1)))) / (float)s + 0.5f);
+            trial[i] = n < 0 ? 0 : n > 15 ? 15 : n;
+            float off = w[i] * unit - (float)((trial[i] * s + o) >> INT4_SHIFT);
+            error += off * off;
+        }
+        if (best >= 0.0f && error >= best) continue;
+        best = error;
+        *step = s, *offset = o;
+        memcpy(q, trial, sizeof trial[0] * (size_t)count);
+    }
+}
+
+typedef struct {
+    char *packed;
+    const char *source;
+    int64_t n, first, rows, k, ld;
+    int from_bf16, int4;
+} int_pack_job;
+
+static void pack_row(const int_pack_job *job, char *panel, int64_t lane, const float *w, float scale) {
+    int64_t k = job->k;
+    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    if (!job->int4) {
+        for (int64_t i = 0; i < k; i++) {
+            float x = w[i] * inverse;
+            panel[int8_position(i, lane)] = (char)(int)(x + (x < 0.0f ? -0.5f : 0.5f));
+        }
+        return;
+    }
+    for (int64_t i = 0; i < k; i += GROUP) {
+        int q[GROUP] = {0}, step = 1, offset = 0, count = k - i < GROUP ? (int)(k - i) : GROUP;
+        char *group = panel + i / GROUP * INT4_GROUP_BYTES;
+        quantize_group(w + i, count, scale, q, &step, &offset);
+        ((uint16_t *)group)[lane] = (uint16_t)step;
+        ((int16_t *)group)[NR + lane] = (int16_t)offset;
+        for (int j = 0; j < GROUP; j++) {
+            int high;
+            int64_t byte = int4_position(j, lane, &high);
+            group[GROUP_PARAMETERS + byte] |= (char)(q[j] << (high ? 4 : 0));
+        }
+    }
+}
+
+static void pack_int_panel(const void *context, int64_t item) {
+    const int_pack_job *job = context;
+    int64_t panel = job->first / NR + item, k = job->k;
+    char *out = job->packed + panel * int_panel_bytes(k, job->int4);
+    float *scales = (float *)int_scales(job->packed, job->n, k, job->int4), *row = malloc(4 * (size_t)k);
+    if (!row) abort();
+    for (int64_t lane = 0; lane < NR; lane++) {
+        int64_t r = panel * NR + lane - job->first;
+        if (r < 0 || r >= job->rows) continue;
+        float most = 0.0f;
+        for (int64_t i = 0; i < k; i++) {
+            row[i] = job->from_bf16 ? bf16_to_float(((const uint16_t *)job->source)[r * job->ld + i])
+                                    : ((const float *)job->source)[r * job->ld + i];
+            if (row[i] > most) most = row[i];
+            if (-row[i] > most) most = -row[i];
+        }
+        scales[panel * NR + lane] = most / 127.0f;
+        pack_row(job, out, lane, row, most / 127.0f);
+    }
+    free(row);
+}
+
+/* As pb_pack_linear, quantising each row. ``n`` is the number of outputs of the whole packed matrix. */
+EXPORT void pb_pack_int(void *packed, const void *source, int64_t n, int64_t first, int64_t rows, int64_t k, int64_t ld,
+                        int64_t from_bf16, int64_t dtype, int64_t threads) {
+    int_pack_job job = {packed, source, n, first, rows, k, ld, (int)from_bf16, dtype == DTYPE_INT4};
+    pb_parallel(pack_int_panel, &job, (first + rows - 1) / NR - first / NR + 1, (int)threads);
+}
+
+#if !PB_AMX
+enum {
+    K_BLOCK = 512,            /* 8191 * 127 * 512 < 2^31 */
+    INT_ROWS = 16 * MR,
+};
+
+/* a [pairs] . b [pairs] of 16-bit numbers, added to 32-bit sums. */
+INLINE vi vdot(vi acc, vi a, vi b) {
+#if PB_AVX512 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif PB_AVX512
+    return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif PB_AVX2 && defined(__AVXVNNI__)
+    return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
+#elif PB_AVX2
+    return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif PB_NEON
+    int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    return acc + (vi)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+#else
+    vi low = (a << 16 >> 16) * (b << 16 >> 16), high = (a >> 16) * (b >> 16);
+    return acc + low + high;
+#endif
+}
+
+typedef int16_t vs __attribute__((vector_size(W * 4)));
+typedef int8_t half_bytes __attribute__((vector_size(W * 2)));
+
+/* 2 W bytes, widened. */
+INLINE vs widen(const void *p) {
+    half_bytes v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vs);
+}
+
+/* Steps or offsets of W outputs, each twice. */
+INLINE vs twice(const char *p) {
+    uint16_t v[W];
+    vi wide;
+    memcpy(v, p, sizeof v);
+    for (int i = 0; i < W; i++) wide[i] = v[i];
+    return (vs)(wide | wide << 16);
+}
+
+/* out [k / 2][NR] pairs = the numbers of ``count`` k of a panel from ``from`` on. */
+static void widen_block(int16_t *out, const char *panel, int64_t from, int64_t count, int int4) {
+    if (!int4) {
+        for (int64_t i = 0; i < count * NR; i += HALF) {
+            vs v = widen(panel + from * NR + i);
+            memcpy(out + i, &v, sizeof v);
+        }
+        return;
+    }
+    for (int64_t g = from / GROUP; g < (from + count) / GROUP; g++, out += GROUP * NR) {
+        const char *group = panel + g * INT4_GROUP_BYTES;
+        for (int v = 0; v < NV; v++) {
+            vs step = twice(group + v * W * 2), offset = twice(group + NR * 2 + v * W * 2);
+            for (int quad = 0; quad < GROUP / 4; quad++) {
+                vs both = widen(group + GROUP_PARAMETERS + (quad * NV + v) * HALF);
+                vs low = ((both & 15) * step + offset) >> INT4_SHIFT;
+                vs high = ((both >> 4 & 15) * step + offset) >> INT4_SHIFT;
+                memcpy(out + (quad * 2 * NR + v * W) * 2, &low, sizeof low);
+                memcpy(out + ((quad * 2 + 1) * NR + v * W) * 2, &high, sizeof high);
+            }
+        }
+    }
+}
+
+/* totals [rows][NR] += q [rows][ldq] times a widened block of ``pairs`` pairs. */
+INLINE void int_tile(const int16_t *q, int64_t ldq, const int16_t *w, int64_t pairs, float *totals, int rows) {
+    vi acc[MR][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = (vi){};
+    for (int64_t p = 0; p < pairs; p++, w += 2 * NR, q += 2) {
+        vi b[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) b[v] = viload(w + v * 2 * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, q + r * ldq, 4);
+            vi a = as_vi(vset1((union { int32_t i; float f; }){pair}.f));
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) acc[r][v] = vdot(acc[r][v], a, b[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            float *at = totals + r * NR + v * W;
+            vstore(at, vload(at) + __builtin_convertvector(acc[r][v], vf));
+        }
+}
+
+static void int_tile_of(const int16_t *q, int64_t ldq, const int16_t *w, int64_t pairs, float *totals, int64_t rows) {
+    switch (rows) {
+    case 1: int_tile(q, ldq, w, pairs, totals, 1); break;
+    case 2: int_tile(q, ldq, w, pairs, totals, 2); break;
+    case 3: int_tile(q, ldq, w, pairs, totals, 3); break;
+#if MR >= 6
+    case 4: int_tile(q, ldq, w, pairs, totals, 4); break;
+    case 5: int_tile(q, ldq, w, pairs, totals, 5); break;
+#endif
+#if MR >= 8
+    case 6: int_tile(q, ldq, w, pairs, totals, 6); break;
+    case 7: int_tile(q, ldq, w, pairs, totals, 7); break;
+#endif
+    default: int_tile(q, ldq, w, pairs, totals, MR);
+    }
+}
+
+typedef struct {
+    linear_job linear;
+    int16_t *q;    /* [M][padded k] */
+    float *scales; /* [M] */
+    int int4;
+} int_job;
+
+static void quantize_row(const void *context, int64_t row) {
+    const int_job *job = context;
+    int64_t k = job->linear.k, padded = int_padded_k(k);
+    const float *x = job->linear.x + row * k;
+    int16_t *q = job->q + row * padded;
+    float inverse;
+    job->scales[row] = row_scale(x, k, &inverse);
+    for (int64_t i = 0; i < padded; i += W) {
+        vf v = i < k ? vload_n(x + i, k - i < W ? (int)(k - i) : W) : (vf){};
+        vi rounded = vround(v * inverse);
+        for (int j = 0; j < W; j++) q[i + j] = (int16_t)rounded[j];
+    }
+}
+
+/* Item: a block of rows by one panel. */
+static void int_item(const void *context, int64_t item) {
+    const int_job *job = context;
+    const linear_job *l = &job->linear;
+    int64_t panels = panels_of(l->n), panel = item % panels, first = item / panels * INT_ROWS;
+    int64_t rows = l->m - first < INT_ROWS ? l->m - first : INT_ROWS, padded = int_padded_k(l->k);
+    const char *w = (const char *)l->weights + panel * int_panel_bytes(l->k, job->int4);
+    const float *scales = int_scales(l->weights, l->n, l->k, job->int4) + panel * NR;
+    _Alignas(64) int16_t wide[K_BLOCK * NR];
+    _Alignas(64) float totals[INT_ROWS * NR];
+    memset(totals, 0, sizeof(float) * (size_t)(rows * NR));
+    int64_t tiles = ceil_div(rows, MR);
+    for (int64_t k = 0; k < padded; k += K_BLOCK) {
+        int64_t count = padded - k < K_BLOCK ? padded - k : K_BLOCK;
+        widen_block(wide, w, k, count, job->int4);
+        for (int64_t i = 0; i < tiles; i++) {
+            int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
+            int_tile_of(job->q + (first + from) * padded + k, padded, wide, count / 2, totals + from * NR, to - from);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        vf acc[NV];
+        for (int v = 0; v < NV; v++)
+            acc[v] = vload(totals + r * NR + v * W) * (vload(scales + v * W) * job->scales[first + r]);
+        store_row(l->out + (first + r) * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL,
+                  l->n - panel * NR);
+    }
+}
+
+void pb_linear_int(const linear_job *linear, int int4) {
+    int64_t padded = int_padded_k(linear->k);
+    int_job job = {*linear, pb_thread_memory(CALLER_MEMORY, linear->m * (2 * padded + 4)), NULL, int4};
+    job.scales = (float *)(job.q + linear->m * padded);
+    pb_parallel(quantize_row, &job, linear->m, linear->m * linear->k < 1 << 16 ? 1 : linear->threads);
+    pb_parallel(int_item, &job, ceil_div(linear->m, INT_ROWS) * panels_of(linear->n), linear->threads);
+}
+#endif

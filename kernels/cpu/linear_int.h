@@ -1,0 +1,84 @@
+/* Integer weights: layout and quantisation, shared by the vector and the matrix unit kernels.
+ *
+ * int8: one scale per output, weight = scale * w8.
+ * int4: groups of 32 k; w8 = (q * step + offset) >> 7 with the group's integers step and offset and q = 0 .. 15, then as
+ *   int8. So a group has a range and a zero point of its own, and the arithmetic after the expansion, which takes place in
+ *   the cache, is that of int8.
+ * Activations: 14 bits and one scale per row, q = hi * 128 + lo; sums are exact integers.
+ *
+ * K is padded to whole steps of 64. Panels of NR outputs. int8: [K/UNIT][NR][UNIT]. int4: per group NR steps (uint16), NR
+ * offsets (int16), then nibbles: the low ones make the first half of the expanded numbers, the high ones the second, see
+ * int4_position(). After all panels: one fp32 scale per output.
+ */
+#ifndef PB_LINEAR_INT_H
+#define PB_LINEAR_INT_H
+
+#include "linear_amx.h"
+
+enum {
+    INT_STEP = 64,
+    GROUP = 32,
+    UNIT = PB_AMX ? 4 : 2,  /* consecutive k of one output that are multiplied together */
+    ACTIVATION_BITS = 14,
+    ACTIVATION_MAX = (1 << (ACTIVATION_BITS - 1)) - 1,
+    INT4_SHIFT = 7,
+    GROUP_PARAMETERS = NR * 4,                         /* bytes of steps and offsets */
+    INT4_GROUP_BYTES = GROUP_PARAMETERS + GROUP * NR / 2,
+};
+
+INLINE int64_t int_padded_k(int64_t k) { return ceil_div(k, INT_STEP) * INT_STEP; }
+
+INLINE int64_t int_panel_bytes(int64_t k, int int4) {
+    return int4 ? int_padded_k(k) / GROUP * INT4_GROUP_BYTES : int_padded_k(k) * NR;
+}
+
+INLINE const float *int_scales(const void *weights, int64_t n, int64_t k, int int4) {
+    return (const float *)((const char *)weights + panels_of(n) * int_panel_bytes(k, int4));
+}
+
+/* Where weight (k, lane) of an int8 panel is. */
+INLINE int64_t int8_position(int64_t k, int64_t lane) { return (k / UNIT * NR + lane) * UNIT + k % UNIT; }
+
+/* Where weight (k, lane) of a group is among the nibbles: byte, and whether in its high half. A vector of 16-bit numbers is
+ * HALF = 2 W of them; two vectors that follow each other in the expanded order share their bytes. */
+enum { HALF = 2 * W };
+INLINE int64_t int4_position(int64_t k, int64_t lane, int *high) {
+    int64_t flat;
+    if (UNIT == 4) flat = int8_position(k, lane);
+    else flat = (k / 4 * NR + lane / W * W) * 4 + k / 2 % 2 * HALF + lane % W * 2 + k % 2; /* pairs p and p + 1 of W outputs */
+    *high = flat / HALF % 2;
+    return flat / (2 * HALF) * HALF + flat % HALF;
+}
+
+/* The weight itself, for what need not be fast. */
+INLINE int int_weight(const char *panel, int64_t k, int64_t lane, int int4) {
+    if (!int4) return ((const int8_t *)panel)[int8_position(k, lane)];
+    const char *group = panel + k / GROUP * INT4_GROUP_BYTES;
+    int high;
+    int64_t byte = int4_position(k % GROUP, lane, &high);
+    int q = ((const uint8_t *)group)[GROUP_PARAMETERS + byte] >> (high ? 4 : 0) & 15;
+    return (q * ((const uint16_t *)group)[lane] + ((const int16_t *)group)[NR + lane]) >> INT4_SHIFT;
+}
+
+/* out [rows][padded k] = x * ACTIVATION_MAX / max|x| in 14 bits; returns the scale. A row with a NaN gets a NaN scale. */
+INLINE float row_scale(const float *x, int64_t k, float *inverse) {
+    vf top = {}, bad = {};
+    for (int64_t i = 0; i < k; i += W) {
+        vf v = vload_n(x + i, k - i < W ? (int)(k - i) : W);
+        top = vmax(vabs(v), top);
+        bad = vfma(v, (vf){}, bad);
+    }
+    float most = vmaximum(top);
+    *inverse = most > 0.0f ? (float)ACTIVATION_MAX / most : 0.0f;
+    return most / (float)ACTIVATION_MAX + vsum(bad);
+}
+
+/* Round to nearest, as int32; |x| <= 2^22. */
+INLINE vi vround(vf x) {
+    const vf magic = vset1(12582912.0f);
+    return as_vi(x + magic) - as_vi(magic);
+}
+
+void pb_linear_int(const linear_job *linear, int int4);
+
+#endif
