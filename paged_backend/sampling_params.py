@@ -180,9 +180,8 @@ class SamplingParams:
     def _check_beams(self, beams: BeamSearch) -> None:
         _check("n", self.n <= beams.num_beams, f"at most num_beams ({beams.num_beams})", self.n)
         _check("temperature", not self.temperature, "0 or not given in a beam search", self.temperature)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "structured_outputs"):
             _check(name, getattr(self, name) is None, "None in a beam search", getattr(self, name))
-        _check("structured_outputs", self.structured_outputs is None, "None in a beam search", "a form")
         _check("stop", not self.stop, "empty in a beam search: use stop_criteria or stop_token_ids", self.stop)
 
     def resolved(self, generation_config: Mapping[str, Any] | None = None) -> SamplingParams:

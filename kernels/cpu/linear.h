@@ -45,4 +45,14 @@ INLINE void store_row(float *out, const vf acc[NV], const float *bias, int64_t c
     }
 }
 
+/* Write a panel's sums [rows][NR] as rows ``first`` on of the output. */
+INLINE void store_panel(const linear_job *job, int64_t panel, int64_t first, int64_t rows, const float *sums) {
+    for (int64_t r = 0; r < rows; r++) {
+        vf acc[NV];
+        for (int v = 0; v < NV; v++) acc[v] = vload(sums + r * NR + v * W);
+        store_row(job->out + (first + r) * job->n + panel * NR, acc, job->bias ? job->bias + panel * NR : NULL,
+                  job->n - panel * NR);
+    }
+}
+
 #endif

@@ -23,7 +23,7 @@ enum {
     PARTS = 3,
     COLUMN_TILES = NR / 16,
     BLOCK_TILES = 8,                        /* row tiles of one item */
-    BLOCK_STEPS = 8,                        /* steps whose weights stay in the first-level cache: 24 KB */
+    BLOCK_STEPS = 10,                       /* steps whose weights stay in the first-level cache: 30 KB */
     B_STEP_BYTES = STEP / 2 * NR * 4,       /* one step of a panel */
     A_STEP_BYTES = PARTS * TILE_BYTES,      /* one step of a row tile */
     FETCH_AHEAD = 2 * B_STEP_BYTES,
@@ -124,18 +124,15 @@ static void amx_item(const void *context, int64_t item) {
     const char *a = job->split + first * job->steps * A_STEP_BYTES;
     _Alignas(64) float sums[BLOCK_TILES * TILE_ROWS * NR];
     configure(rows < TILE_ROWS ? (int)rows : TILE_ROWS); /* the last tile of several computes unused rows */
-    int64_t block = tiles == 1 ? job->steps : BLOCK_STEPS;
-    for (int64_t s = 0; s < job->steps; s += block)
+    int64_t blocks = tiles == 1 ? 1 : ceil_div(job->steps, BLOCK_STEPS);
+    for (int64_t i = 0; i < blocks; i++) {
+        int64_t s = job->steps * i / blocks, steps = job->steps * (i + 1) / blocks - s;
         for (int64_t t = 0; t < tiles; t++)
-            multiply(a + (t * job->steps + s) * A_STEP_BYTES, b + s * B_STEP_BYTES,
-                     job->steps - s < block ? job->steps - s : block, sums + t * TILE_ROWS * NR, s == 0, t == 0);
-    _tile_release();
-    for (int64_t r = 0; r < rows; r++) {
-        vf acc[NV];
-        for (int v = 0; v < NV; v++) acc[v] = vload(sums + r * NR + v * W);
-        store_row(l->out + (first * TILE_ROWS + r) * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL,
-                  l->n - panel * NR);
+            multiply(a + (t * job->steps + s) * A_STEP_BYTES, b + s * B_STEP_BYTES, steps, sums + t * TILE_ROWS * NR,
+                     s == 0, t == 0);
     }
+    _tile_release();
+    store_panel(l, panel, first * TILE_ROWS, rows, sums);
 }
 
 void pb_linear_amx(const linear_job *linear) {

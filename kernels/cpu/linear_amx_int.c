@@ -14,7 +14,7 @@ enum {
     PARTS = 2,
     LOW_BITS = ACTIVATION_BITS / 2,
     BLOCK_TILES = 4,                    /* row tiles of one item */
-    BLOCK_STEPS = 8,                    /* steps whose weights stay in the first-level cache: 24 KB */
+    BLOCK_STEPS = 10,                   /* steps whose weights stay in the first-level cache: 30 KB */
     B_STEP_BYTES = INT_STEP * NR,
     A_STEP_BYTES = PARTS * TILE_BYTES,
 };
@@ -82,34 +82,30 @@ static void multiply(const char *a, const char *b, int64_t steps, int32_t *sums,
     EACH_SUM(STORE)
 }
 
-/* Steps or offsets of 16 outputs, each four times, as two vectors of 16-bit numbers. */
-INLINE void four_times(const char *p, __m512i out[2]) {
-    __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
-    __m512i lane = _mm512_set_epi16(7, 7, 7, 7, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4,
-                                    3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    out[0] = _mm512_permutexvar_epi16(lane, v);
-    out[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(lane, _mm512_set1_epi16(8)), v);
+/* Steps or offsets of 16 outputs, each twice. */
+INLINE __m512i twice(const char *p) {
+    __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_or_si512(v, _mm512_slli_epi32(v, 16));
 }
 
-/* int4 groups -> int8 panel. */
+/* int4 groups -> int8 panel. The int8 number is the high byte of q * step + offset: low nibbles make the even bytes, high
+ * ones the odd bytes. */
 static void expand(char *out, const char *groups, int64_t count) {
-    const __m512i nibble = _mm512_set1_epi16(15);
+    const __m512i nibble = _mm512_set1_epi16(15), high_byte = _mm512_set1_epi16((int16_t)0xff00);
+    _Static_assert(INT4_SHIFT == 8, "an int8 number is a whole byte");
     for (int64_t g = 0; g < count; g++, groups += INT4_GROUP_BYTES, out += GROUP * NR)
         for (int v = 0; v < NV; v++) {
-            __m512i step[2], offset[2];
-            four_times(groups + v * 32, step);
-            four_times(groups + NR * 2 + v * 32, offset);
-            for (int quad = 0; quad < GROUP / 4; quad++) {
-                int64_t at = (quad * NV + v) * 32;
-                __m512i both = _mm512_cvtepu8_epi16(
-                    _mm256_loadu_si256((const __m256i *)(groups + GROUP_PARAMETERS + at)));
-                _mm_prefetch(groups + GROUP_PARAMETERS + at + 4 * INT4_GROUP_BYTES, _MM_HINT_T0);
-                __m512i q[2] = {_mm512_and_si512(both, nibble), _mm512_srli_epi16(both, 4)};
-                for (int half = 0; half < 2; half++) {
-                    __m512i w = _mm512_add_epi16(_mm512_mullo_epi16(q[half], step[half]), offset[half]);
-                    _mm256_store_si256((__m256i *)(out + 2 * at + 32 * half),
-                                       _mm512_cvtepi16_epi8(_mm512_srai_epi16(w, INT4_SHIFT)));
-                }
+            __m512i step = twice(groups + v * 32), offset = twice(groups + NR * 2 + v * 32);
+            const char *from = groups + GROUP_PARAMETERS + v * 32;
+            char *to = out + v * 64;
+            for (int quad = 0; quad < GROUP / 4; quad++, from += NR * 2, to += NR * 4) {
+                __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
+                _mm_prefetch(from + 4 * INT4_GROUP_BYTES, _MM_HINT_T0);
+                __m512i even = _mm512_and_si512(both, nibble), odd = _mm512_srli_epi16(both, 4);
+                even = _mm512_add_epi16(_mm512_mullo_epi16(even, step), offset);
+                odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, step), offset);
+                even = _mm512_srli_epi16(even, 8);
+                _mm512_store_si512(to, _mm512_ternarylogic_epi32(even, odd, high_byte, 0xf8)); /* even | odd & high_byte */
             }
         }
 }
@@ -126,8 +122,9 @@ static void amx_int_item(const void *context, int64_t item) {
     _Alignas(64) int32_t sums[BLOCK_TILES * PARTS * TILE_ROWS * NR];
     _Alignas(64) char expanded[BLOCK_STEPS * B_STEP_BYTES];
     configure(rows < TILE_ROWS ? (int)rows : TILE_ROWS);
-    for (int64_t s = 0; s < job->steps; s += BLOCK_STEPS) {
-        int64_t steps = job->steps - s < BLOCK_STEPS ? job->steps - s : BLOCK_STEPS;
+    int64_t blocks = ceil_div(job->steps, BLOCK_STEPS);
+    for (int64_t i = 0; i < blocks; i++) {
+        int64_t s = job->steps * i / blocks, steps = job->steps * (i + 1) / blocks - s;
         const char *b = panel_start + s * B_STEP_BYTES;
         if (job->int4) {
             expand(expanded, panel_start + s * (INT_STEP / GROUP) * INT4_GROUP_BYTES, steps * (INT_STEP / GROUP));

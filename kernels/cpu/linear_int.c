@@ -125,6 +125,7 @@ INLINE vi vdot(vi acc, vi a, vi b) {
 }
 
 typedef int16_t vs __attribute__((vector_size(W * 4)));
+typedef uint16_t vu __attribute__((vector_size(W * 4)));
 typedef int8_t half_bytes __attribute__((vector_size(W * 2)));
 
 /* 2 W bytes, widened. */
@@ -135,18 +136,18 @@ INLINE vs widen(const void *p) {
 }
 
 /* Steps or offsets of W outputs, each twice. */
-INLINE vs twice(const char *p) {
+INLINE vu twice(const char *p) {
     uint16_t v[W];
     vi wide;
     memcpy(v, p, sizeof v);
     for (int i = 0; i < W; i++) wide[i] = v[i];
-    return (vs)(wide | wide << 16);
+    return (vu)(wide | wide << 16);
 }
 
 /* out [k / 2][NR] pairs = the numbers of ``count`` k of a panel from ``from`` on. */
 static void widen_block(int16_t *out, const char *panel, int64_t from, int64_t count, int int4) {
     if (!int4) {
-        for (int64_t i = 0; i < count * NR; i += HALF) {
+        for (int64_t i = 0; i < count * NR; i += 2 * W) {
             vs v = widen(panel + from * NR + i);
             memcpy(out + i, &v, sizeof v);
         }
@@ -155,11 +156,11 @@ static void widen_block(int16_t *out, const char *panel, int64_t from, int64_t c
     for (int64_t g = from / GROUP; g < (from + count) / GROUP; g++, out += GROUP * NR) {
         const char *group = panel + g * INT4_GROUP_BYTES;
         for (int v = 0; v < NV; v++) {
-            vs step = twice(group + v * W * 2), offset = twice(group + NR * 2 + v * W * 2);
+            vu step = twice(group + v * W * 2), offset = twice(group + NR * 2 + v * W * 2);
             for (int quad = 0; quad < GROUP / 4; quad++) {
-                vs both = widen(group + GROUP_PARAMETERS + (quad * NV + v) * HALF);
-                vs low = ((both & 15) * step + offset) >> INT4_SHIFT;
-                vs high = ((both >> 4 & 15) * step + offset) >> INT4_SHIFT;
+                vu both = (vu)widen(group + GROUP_PARAMETERS + (quad * NV + v) * 2 * W);
+                vs low = (vs)((both & 15) * step + offset) >> INT4_SHIFT; /* modulo 2^16; the sum is in range */
+                vs high = (vs)((both >> 4 & 15) * step + offset) >> INT4_SHIFT;
                 memcpy(out + (quad * 2 * NR + v * W) * 2, &low, sizeof low);
                 memcpy(out + ((quad * 2 + 1) * NR + v * W) * 2, &high, sizeof high);
             }

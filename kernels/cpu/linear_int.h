@@ -1,14 +1,13 @@
 /* Integer weights: layout and quantisation, shared by the vector and the matrix unit kernels.
  *
  * int8: one scale per output, weight = scale * w8.
- * int4: groups of 32 k; w8 = (q * step + offset) >> 7 with the group's integers step and offset and q = 0 .. 15, then as
+ * int4: groups of 32 k; w8 = (q * step + offset) >> 8 with the group's integers step and offset and q = 0 .. 15, then as
  *   int8. So a group has a range and a zero point of its own, and the arithmetic after the expansion, which takes place in
  *   the cache, is that of int8.
  * Activations: 14 bits and one scale per row, q = hi * 128 + lo; sums are exact integers.
  *
  * K is padded to whole steps of 64. Panels of NR outputs. int8: [K/UNIT][NR][UNIT]. int4: per group NR steps (uint16), NR
- * offsets (int16), then nibbles: the low ones make the first half of the expanded numbers, the high ones the second, see
- * int4_position(). After all panels: one fp32 scale per output.
+ * offsets (int16), then nibbles as int4_position() says. After all panels: one fp32 scale per output.
  */
 #ifndef PB_LINEAR_INT_H
 #define PB_LINEAR_INT_H
@@ -21,7 +20,7 @@ enum {
     UNIT = PB_AMX ? 4 : 2,  /* consecutive k of one output that are multiplied together */
     ACTIVATION_BITS = 14,
     ACTIVATION_MAX = (1 << (ACTIVATION_BITS - 1)) - 1,
-    INT4_SHIFT = 7,
+    INT4_SHIFT = 8,
     GROUP_PARAMETERS = NR * 4,                         /* bytes of steps and offsets */
     INT4_GROUP_BYTES = GROUP_PARAMETERS + GROUP * NR / 2,
 };
@@ -39,15 +38,12 @@ INLINE const float *int_scales(const void *weights, int64_t n, int64_t k, int in
 /* Where weight (k, lane) of an int8 panel is. */
 INLINE int64_t int8_position(int64_t k, int64_t lane) { return (k / UNIT * NR + lane) * UNIT + k % UNIT; }
 
-/* Where weight (k, lane) of a group is among the nibbles: byte, and whether in its high half. A vector of 16-bit numbers is
- * HALF = 2 W of them; two vectors that follow each other in the expanded order share their bytes. */
-enum { HALF = 2 * W };
+/* Where weight (k, lane) of a group is among the nibbles: which byte, and whether in its high half. UNIT 4: a byte is two
+ * consecutive k, so that high and low halves expand to the odd and even bytes of the int8 panel. UNIT 2: a byte is k and
+ * k + 2; the low halves of 2 W bytes expand to one vector of 16-bit pairs, the high halves to that of the next pairs. */
 INLINE int64_t int4_position(int64_t k, int64_t lane, int *high) {
-    int64_t flat;
-    if (UNIT == 4) flat = int8_position(k, lane);
-    else flat = (k / 4 * NR + lane / W * W) * 4 + k / 2 % 2 * HALF + lane % W * 2 + k % 2; /* pairs p and p + 1 of W outputs */
-    *high = flat / HALF % 2;
-    return flat / (2 * HALF) * HALF + flat % HALF;
+    *high = UNIT == 4 ? k % 2 : k / 2 % 2;
+    return (k / 4 * NR + lane) * 2 + (UNIT == 4 ? k / 2 % 2 : k % 2);
 }
 
 /* The weight itself, for what need not be fast. */

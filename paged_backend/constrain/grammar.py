@@ -214,7 +214,8 @@ class GrammarState:
         """
         if token in self._stop_ids:
             return token
-        path = self._path_behind(token)
+        tight = self._path is not None and 0 < len(self._path) >= self._remaining
+        path = None if tight else self._path_behind(token)
         if path is None and self._path is not None:
             if self._path:
                 token, path = self._path[0], self._path[1:]
@@ -237,8 +238,7 @@ class GrammarState:
             return None
         if self._path is None:  # not found so far: it may be near by now
             return find_closing(after, self._grammar.order, eos, min(limit, _NEAR), broad=False)
-        tight = len(self._path) >= limit
-        found = find_closing(after, self._grammar.order, eos, min(limit, _SEARCH_LIMIT), broad=tight)
+        found = find_closing(after, self._grammar.order, eos, min(limit, _SEARCH_LIMIT), broad=False)
         if found is not None:
             self._grammar.remember(found)
         return found

@@ -83,6 +83,11 @@ class Engine:
         """Longest prompt + output in tokens, by the model's context and the pool."""
         return self._core.longest_request()
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this number."""
+        return self._core.runner.vocab_size
+
     def submit(
         self,
         prompt: Prompt,

@@ -57,12 +57,14 @@ def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     return build_model(config, kernels, load_checkpoint(resolve_model(config.model)))
 
 
-def build_model(config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint) -> LoadedModel:
-    """:func:`load_model` for a checkpoint that is open already."""
+def build_model(
+    config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, through_transformers: bool = True
+) -> LoadedModel:
+    """:func:`load_model` for a checkpoint that is open already; only natively without ``through_transformers``."""
     try:
         spec = spec_from_config(checkpoint.config)
     except UnsupportedModelError as refusal:
-        if checkpoint.path.suffix == ".gguf":
+        if not through_transformers or checkpoint.path.suffix == ".gguf":
             raise
         return _through_transformers(config, kernels, checkpoint, refusal)
     spec, weights = fit(checkpoint, spec)

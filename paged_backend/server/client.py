@@ -48,6 +48,8 @@ class EngineClient:
         self.stats: dict[str, Any] = {}
         self.send: Callable[[Message], None] | None = None
         self.on_finished: Callable[[Ticket, str], None] = lambda ticket, reason: None
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count()
         self._seeds = itertools.count(seed) if seed is not None else None
@@ -146,13 +148,16 @@ class EngineClient:
             if ticket is None:
                 return
             if kind == "accepted" and not ticket.accepted.done():
+                self.num_prompt_tokens += len(ticket.prompt_token_ids)
                 ticket.accepted.set_result(None)
             elif kind == "refused":
                 ticket.fail(_error(message))
                 self._end(ticket, "error")
 
     def _take(self, ticket: Ticket, item: Message) -> None:
+        before = ticket.num_output_tokens
         ticket.take(item)
+        self.num_output_tokens += ticket.num_output_tokens - before
         if "error" in item:
             ticket.fail(_error(item["error"]))
         if ticket is self._on_trial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -85,6 +85,7 @@ class _Answer:
         self._body = body
         self._show_output = show_output
         self._id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+        self._created = int(time.time())
         self._model = body.model or serving.name
         self._n = body.n or 1
         self._begun: set[int] = set()
@@ -120,7 +121,7 @@ class _Answer:
         return Completion(
             id=self._id,
             object="text_completion",
-            created=self._serving.created_now(),
+            created=self._created,
             model=self._model,
             choices=choices,
             usage=usage,

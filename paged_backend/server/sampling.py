@@ -30,8 +30,6 @@ def to_params(body: Sampling, **own: Any) -> SamplingParams:
         )  # fmt: skip
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    if body.structured_outputs is not None:
-        given["structured_outputs"] = {k: v for k, v in body.structured_outputs.items() if v is not None}
     _add_beams(given, body)
     return SamplingParams(**given)
 

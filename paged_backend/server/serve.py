@@ -1,0 +1,133 @@
+"""Running the application: uvicorn, signals, draining, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from paged_backend.config import EngineConfig
+from paged_backend.server.app import create_app
+from paged_backend.server.config import ServerConfig
+from paged_backend.server.gate import LogFormat
+from paged_backend.server.serving import Serving
+
+logger = logging.getLogger("paged_backend.server")
+
+
+class Connections:
+    """The open connections by the address of their client, so that one can be closed by force."""
+
+    def __init__(self) -> None:
+        self._open: dict[Any, asyncio.Transport] = {}
+
+    def drop(self, client: Any) -> None:
+        """Close the connection of ``client`` at once, whatever is still to be sent."""
+        transport = self._open.get(tuple(client)) if client else None
+        if transport is not None:
+            transport.abort()
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """uvicorn's protocol, which keeps this book."""
+        connections = self._open
+
+        class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by what is installed
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                connections[_peer(transport)] = transport
+                self._booked = _peer(transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                connections.pop(self._booked, None)
+                super().connection_lost(exc)
+
+        return Protocol
+
+
+def _peer(transport: asyncio.Transport) -> Any:
+    peer = transport.get_extra_info("peername")
+    return tuple(peer[:2]) if isinstance(peer, (tuple, list)) else id(transport)
+
+
+class DrainingServer(uvicorn.Server):
+    """At the first signal new requests get a 503 while running ones finish; at the second everything stops."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+        super().__init__(config)
+        self._serving = serving
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self._serving.draining:
+            self.force_exit = True
+            self.should_exit = True
+            return
+        self._serving.draining = True
+        self._loop.call_soon_threadsafe(self._begin)
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def _begin(self) -> None:
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        client, waited = self._serving.client, 0.0
+        logger.info("shutting down: %d requests may finish", client.in_flight)
+        while client.in_flight and waited < self._serving.config.drain_timeout and not self.should_exit:
+            await asyncio.sleep(0.05)
+            waited += 0.05
+        if client.in_flight:
+            logger.warning("%d requests are cut off", client.in_flight)
+        self.should_exit = True
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Serve until a signal comes; returns the exit status: 0, or 1 if the engine is gone for good."""
+    _set_up_logging(config)
+    connections = Connections()
+    failed = False
+
+    def on_failed() -> None:
+        nonlocal failed
+        failed = True
+        server.should_exit = True
+
+    app = create_app(engine_config, config, drop=connections.drop, on_failed=on_failed)
+    server = DrainingServer(uvicorn_config(app, config, connections), app.state.serving)
+    server.run()
+    return 1 if failed or not server.started else 0
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        http=connections.protocol(),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormat(config.log_format == "json"))
+    for name in ("paged_backend", "uvicorn"):
+        log = logging.getLogger(name)
+        log.setLevel(logging.INFO)
+        log.handlers = [handler]
+        log.propagate = False
+
+
+__all__ = ["Connections", "DrainingServer", "serve", "signal", "uvicorn_config"]

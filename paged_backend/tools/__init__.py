@@ -1,0 +1,28 @@
+"""Tool calls: how a model is told of tools, held to their form, and understood. Used by every adapter and the server."""
+
+from paged_backend.tools.formats import ToolFormat, tool_format_for
+from paged_backend.tools.grammar import tool_outputs
+from paged_backend.tools.parser import (
+    InvalidToolCall,
+    ParsedReply,
+    ReplyDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallParser,
+    parse_reply,
+)
+from paged_backend.tools.prompt import chat_prompt
+
+__all__ = [
+    "InvalidToolCall",
+    "ParsedReply",
+    "ReplyDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallParser",
+    "ToolFormat",
+    "chat_prompt",
+    "parse_reply",
+    "tool_format_for",
+    "tool_outputs",
+]

@@ -1,0 +1,150 @@
+"""Servers on real ports, over a tiny random model, for tests that talk to them as clients do."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+import httpx2 as httpx
+import openai
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """Folder of a 2-layer random Llama (vocabulary 300, context 1024) with a byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class RunningServer:
+    """An application behind uvicorn in a thread of this process."""
+
+    def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], link: Any = None) -> None:
+        from paged_backend.config import EngineConfig
+        from paged_backend.server.app import create_app
+        from paged_backend.server.config import ServerConfig
+        from paged_backend.server.serve import Connections, DrainingServer, uvicorn_config
+
+        config = ServerConfig(port=0, **server_options)
+        connections = Connections()
+        self.failed = threading.Event()
+        app = create_app(
+            EngineConfig(**engine_options), config, link=link, drop=connections.drop, on_failed=self.failed.set
+        )
+        self.serving = app.state.serving
+        self.server = DrainingServer(uvicorn_config(app, config, connections), self.serving)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        until(lambda: self.server.started or not self.thread.is_alive(), 120)
+        if not self.server.started:
+            raise RuntimeError("the server did not start")
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, **options})
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            **{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, **options}
+        )
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing in flight, nothing in the engine, every block free."""
+        stats = self.serving.client.stats
+        busy = stats["num_running"] or stats["num_waiting"] or stats["kv_blocks_used"]
+        return not busy and self.serving.client.in_flight == 0
+
+    def stop(self) -> None:
+        self.server.handle_exit(15, None)
+        self.thread.join(60)
+        if self.thread.is_alive():
+            raise RuntimeError("the server did not stop")
+
+
+def until(condition: Any, timeout: float = 30.0) -> None:
+    """Wait for it; fail if it does not come."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("it did not come to be")
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def start(tiny_model):
+    """Context manager: ``with start(engine_options, **server_options) as server``."""
+
+    @contextlib.contextmanager
+    def begin(engine: dict[str, Any] | None = None, link: Any = None, **server: Any) -> Iterator[RunningServer]:
+        engine_options = {"model": tiny_model, "threads": 1, **(engine or {})}
+        running = RunningServer(engine_options, {"in_process": True, **server}, link)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def server(start) -> Iterator[RunningServer]:
+    """One server for all tests that leave it as they found it."""
+    with start(served_model_names=("tiny", "second-name")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session", name="until")
+def until_fixture():
+    """``until(condition, timeout)``."""
+    return until

@@ -1,0 +1,177 @@
+"""Keys, sizes, queues, time limits, shutting down: what a server refuses, and how."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from paged_backend.server.auth import ApiKeys, collect_keys
+from paged_backend.server.config import ServerConfig
+
+HELLO = [{"role": "user", "content": "hi"}]
+LONG = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+
+
+def begin(server, body) -> tuple[threading.Thread, list]:
+    """Post in the background."""
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body)))
+    thread.start()
+    return thread, found
+
+
+def test_every_route_but_health_wants_a_key(start, until):
+    with start(api_keys=("one", "two")) as server:
+        for path in ("/", "/docs", "/openapi.json", "/v1/models", "/metrics", "/stats", "/ready", "/version", "/nothing"):
+            response = server.get(path)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert server.get("/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            server.client(api_key="three").models.list()
+        assert server.client(api_key="two").models.list().data
+        page = server.get("/", headers={"accept": "text/html"})
+        assert page.headers["www-authenticate"].startswith("Basic")
+        assert server.get("/", auth=("anybody", "one")).status_code == 200
+
+
+def test_keys_are_compared_whole_and_collected_from_everywhere(tmp_path):
+    keys = ApiKeys(("secret", "other"))
+    assert keys.admits("Bearer secret")
+    assert keys.admits("bearer  other")
+    for wrong in (None, "", "Bearer", "Bearer secre", "Bearer secrets", "Basic !!", "secret", "Basic c2VjcmV0", "Bearer \xff"):
+        assert not keys.admits(wrong)
+    assert ApiKeys(()).admits(None)
+    file = tmp_path / "keys"
+    file.write_text("# comment\nc\n\n d \n")
+    assert collect_keys(("a",), file, {"PAGED_BACKEND_API_KEY": "b, a"}) == ("a", "b", "c", "d")
+    file.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no API key"):
+        collect_keys((), file, {})
+
+
+def test_bodies_beyond_the_limit_are_refused_with_or_without_a_length(start):
+    with start(max_body_bytes=2000) as server:
+        big = {"prompt": "a" * 3000}
+        response = server.post("/v1/completions", big)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+        chunks = iter([b'{"prompt": "', *[b"a" * 500] * 8, b'"}'])
+        response = httpx.post(
+            server.url + "/v1/completions", content=chunks, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 413
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_full_queue_is_a_429_with_a_time(start, until):
+    with start({"max_num_seqs": 2}, max_waiting=1) as server:
+        running = [begin(server, LONG) for _ in range(3)]
+        until(lambda: server.serving.client.in_flight == 3)
+        response = server.post("/v1/chat/completions", LONG)
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        for thread, found in running:
+            thread.join(60)
+            assert found[0].status_code == 200
+        too_many = server.post("/v1/completions", {"prompt": "a", "n": 4})
+        assert too_many.status_code == 400
+        # a client with retries gets through
+        thread, _ = begin(server, {**LONG, "n": 3, "temperature": 1})
+        until(lambda: server.serving.client.in_flight == 1)
+        answer = server.client(max_retries=5).chat.completions.create(model=server.serving.name, messages=HELLO, max_tokens=1)
+        assert answer.choices
+        thread.join(60)
+
+
+def test_the_time_limit_ends_requests_and_frees_their_blocks(start, until):
+    with start(request_timeout=0.05) as server:
+        response = server.post("/v1/chat/completions", LONG)
+        assert response.status_code == 408
+        assert response.headers["x-should-retry"] == "false"
+        with pytest.raises(openai.APIError, match="took longer"):
+            list(server.client().chat.completions.create(model=server.serving.name, stream=True, messages=HELLO, max_tokens=1000,
+                                                         extra_body={"ignore_eos": True}))  # fmt: skip
+        until(lambda: server.idle)
+
+
+def test_shutting_down_finishes_what_runs_and_refuses_what_comes(start, until):
+    with start() as server:
+        thread, found = begin(server, LONG)
+        until(lambda: server.serving.client.in_flight == 1)
+        server.serving.draining = True
+        response = server.post("/v1/chat/completions", LONG)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "shutting_down"
+        assert response.headers["retry-after"]
+        assert server.get("/ready").status_code == 503
+        assert server.get("/health").status_code == 200
+        server.serving.draining = False
+        server.server.handle_exit(15, None)
+        thread.join(60)
+        assert found[0].status_code == 200
+        assert found[0].json()["usage"]["completion_tokens"] == 1000
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+
+
+def test_a_drain_that_takes_too_long_is_cut_off(start, until):
+    with start({"max_num_seqs": 1}, drain_timeout=0.1) as server:
+        running = [begin(server, LONG) for _ in range(12)]
+        until(lambda: server.serving.client.in_flight == 12)
+    for thread, _ in running:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_cors_is_off_unless_asked_for(server, start):
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in httpx.options(server.url + "/v1/models", headers=ask).headers
+    with start(cors_origins=("https://a.example",)) as open_server:
+        response = httpx.options(open_server.url + "/v1/models", headers=ask)
+        assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_request_ids_are_echoed_or_made(server):
+    assert server.get("/v1/models", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = server.get("/v1/models", headers={"x-request-id": "x" * 999}).headers["x-request-id"]
+    assert len(made) == 32
+    answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "mine"})
+    assert answer.json()["id"] == "cmpl-mine"
+
+
+def test_health_metrics_and_stats(server):
+    server.post("/v1/completions", {"prompt": "a" * 40, "max_tokens": 3})
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/ready").status_code == 200
+    text = server.get("/metrics").text
+    for name in ("num_requests_running", "kv_cache_usage_perc", "prefix_cache_hits_total", "generation_tokens_total",
+                 "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_count",
+                 "e2e_request_latency_seconds_sum", "request_success_total"):  # fmt: skip
+        assert f"paged_backend:{name}" in text
+    assert server.get("/stats").json()["engine"]["health"] == "ok"
+    assert server.get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"port": -1}, "port"),
+        ({"port": True}, "port"),
+        ({"host": ""}, "host"),
+        ({"api_keys": ("",)}, "api_keys"),
+        ({"api_keys": ("a b ",)}, "api_keys"),
+        ({"drain_timeout": 0}, "drain_timeout"),
+        ({"request_timeout": float("nan")}, "request_timeout"),
+        ({"log_format": "xml"}, "log_format"),
+        ({"max_body_bytes": 1}, "max_body_bytes"),
+    ],
+)
+def test_options_out_of_range_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        ServerConfig(**options)
