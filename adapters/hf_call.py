@@ -137,7 +137,8 @@ class EngineCall:
     def _rows(self, index: int) -> list[Row]:
         """The requests for the ``copies`` rows from ``index`` on: one with n samples if they need nothing of their own."""
         processors, fields = self._split(index)
-        if self.copies == 1 or not (processors or self._watched or self._records):
+        fits = self.copies <= self.engine.max_num_seqs
+        if self.copies == 1 or (fits and not (processors or self._watched or self._records)):
             return [self._row(index, processors, fields, self.copies)]
         return [self._row(i, *self._split(i), 1) for i in range(index, index + self.copies)]
 

@@ -8,7 +8,7 @@ therefore changes the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.engine import EngineCore
@@ -17,6 +17,7 @@ from paged_backend.runner.model_runner import Result, Work
 from paged_backend.runner.sampler import Sampled
 
 if TYPE_CHECKING:
+    from paged_backend.engine.async_engine import Engine
     from paged_backend.tokenizer import Tokenizer
 
 NextToken = Callable[[list[int]], int]
@@ -119,6 +120,49 @@ def scripted_core(
     return EngineCore(runner, cache, scheduler, max_model_len, always_check)
 
 
+class ReplyRunner(ScriptedRunner):
+    """Answers chats in the form of :data:`CHATML`: ``respond`` is given the prompt's text and returns the reply.
+
+    The reply's tokens then pass through the real scheduler, cache, grammars, detokenizer and tool parser. Every sample
+    of a request is the same. A grammar overrules what does not fit it, as it would a model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, respond: Callable[[str], str], num_blocks: int = 400) -> None:
+        super().__init__(num_blocks, vocab_size=tokenizer.vocab_size)
+        self.replies: dict[str, list[int]] = {}
+        header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+
+        def next_token(context: list[int]) -> int:
+            start = len(context) - context[::-1].index(header[0]) - 1 + len(header)
+            prompt = tokenizer.decode(context[:start], skip_special_tokens=False)
+            if prompt not in self.replies:
+                self.replies[prompt] = [*tokenizer.encode(respond(prompt), add_special_tokens=False), END]
+            reply, done = self.replies[prompt], len(context) - start
+            return reply[done] if done < len(reply) else END
+
+        self.next_token = next_token
+
+    def _result(self, work: Work) -> Result:
+        for row in work.rows:
+            row.seed = 0  # the parent adds it to the token where a request samples
+        return super()._result(work)
+
+
+END = 2
+"""The id of ``<|im_end|>`` in :func:`small_tokenizer`."""
+
+
+def reply_engine(respond: Callable[[str], str], tokenizer: Tokenizer | None = None, **options: Any) -> Engine:
+    """An engine that answers by ``respond``; options are those of :func:`scripted_core`."""
+    from paged_backend.config import EngineConfig
+    from paged_backend.engine.async_engine import Engine
+
+    tokenizer = tokenizer or small_tokenizer()
+    runner = ReplyRunner(tokenizer, respond, options.get("num_blocks", 400))
+    core = scripted_core(runner=runner, **{"num_blocks": 400, **options})
+    return Engine(core, tokenizer, EngineConfig("scripted"), eos_token_ids=[END])
+
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,7 +170,7 @@ CHATML = (
 """The chat template of :func:`small_tokenizer`."""
 
 
-def small_tokenizer(vocab_size: int = 600, chat_template: str | None = CHATML) -> Tokenizer:
+def small_tokenizer(vocab_size: int = 1000, chat_template: str | None = CHATML) -> Tokenizer:
     """A byte-level tokenizer that can spell anything, trained in a moment on some JSON; ``<|im_end|>`` (id 2) ends.
 
     Its ids 0 to 2 are special: <|endoftext|>, <|im_start|>, <|im_end|>.

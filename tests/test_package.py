@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def python(code: str, cwd: Path | str = ROOT, **environment: str) -> str:
     """Output of a fresh interpreter. With -c, Python puts its working directory first on sys.path."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -66,8 +70,8 @@ def test_transformers_models_import_from_the_root_folder():
 
 
 def test_transformers_finds_the_real_kernels_package_past_our_folder(tmp_path):
-    """With a package ``kernels`` installed in the range that transformers accepts, it imports names from it when a model
-    module loads; found from the repository root, our folder of that name must hand over to it."""
+    """With a package ``kernels`` installed in the range that transformers accepts, it imports names from it when a
+    model module loads; found from the repository root, our folder of that name must hand over to it."""
     wanted = python(
         "from transformers.utils.import_utils import KERNELS_MIN_VERSION; print(KERNELS_MIN_VERSION)"
     )

@@ -1,18 +1,21 @@
 /* Causal attention over the paged KV cache.
  *
- * Item: (query tile of a sequence, kv head). The heads of a GQA group are packed as rows, so that K and V are read once
- * for all of them: row = query * group + head. Keys are taken in tiles of KEYS tokens at absolute positions (a multiple of
- * KEYS), each as SUBS sub-blocks of 16 tokens, by an online softmax: scores, row maximum, one rescale, weights, PV.
+ * Item: (query tile of a sequence, kv head). The heads of a GQA group are packed as rows, so that K and V are
+ * read once for all of them: row = query * group + head. Keys are taken in tiles of KEYS tokens at absolute
+ * positions (a multiple of KEYS), each as SUBS sub-blocks of 16 tokens, by an online softmax: scores, row
+ * maximum, one rescale, weights, PV.
  *
- * Order. Every score is one chain over d and every output one chain over tokens; maxima, sums and rescales are
- * per row and per key tile. A key that a row does not see has weight exactly 0 and leaves its sums as they are, and a
- * key tile of which it sees nothing is skipped for it. So a query's result depends on its own position only: not
- * on the chunk it came in, nor on its neighbours in the tile. Contexts are cut into segments of SEGMENT tokens whose
- * partial results are merged in order, always, whether or not threads share the segments of one item.
+ * Order. Every score is one chain over d and every output one chain over tokens; maxima, sums and rescales
+ * are per row and per key tile. A key that a row does not see has weight exactly 0 and leaves its sums as
+ * they are, and a key tile of which it sees nothing is skipped for it. So a query's result depends on its own
+ * position only: not on the chunk it came in, nor on its neighbours in the tile. Contexts are cut into
+ * segments of SEGMENT tokens whose partial results are merged in order, always, whether or not threads share
+ * the segments of one item.
  *
- * Memory behind the last token of a sequence may hold anything: scores there are replaced, V there is not read.
+ * Memory behind the last token of a sequence may hold anything: scores there are replaced, V there is not
+ * read.
  */
-#include "linear.h"
+#include "attention_tile.h"
 #include "threads.h"
 
 #include <math.h>
@@ -21,12 +24,7 @@
 enum {
     QUERIES = 16,  /* queries of a work item */
     ROWS = 48,     /* rows handled at once */
-    SUB = 16,      /* tokens of a sub-block */
-    SUBS = 4,      /* sub-blocks of a key tile */
-    KEYS = SUB * SUBS,
     SEGMENT = 512, /* tokens of a segment, a multiple of KEYS */
-    VS = SUB / W,  /* vectors of a sub-block */
-    TILE_ROWS = MR < 6 ? MR : 6,
 };
 
 typedef struct {
@@ -47,15 +45,6 @@ typedef struct {
     float maximum[ROWS], sum[ROWS], rescale[ROWS], total_maximum[ROWS], total_sum[ROWS];
 } scratch;
 
-/* The key tile at hand: where its sub-blocks are. V is fetched ahead while scores are computed, the next tile's K
- * (``ahead``, or NULL) while values are: blocks lie anywhere, so the hardware's own prefetcher starts anew in each. */
-typedef struct {
-    const float *k[SUBS], *v[SUBS], *ahead[SUBS];
-    int64_t k_stride;
-    int subs, first, last; /* sub-blocks; tokens [first, last) are read */
-    int fetch;             /* whether to fetch ahead: only the first rows do */
-} key_tile;
-
 static scratch *item_scratch(int64_t d) {
     int64_t head = ceil_div(sizeof(scratch), 64) * 64;
     scratch *s = pb_thread_memory(ITEM_MEMORY, head + 4 * (3 * ROWS + 2 * KEYS) * d);
@@ -65,141 +54,6 @@ static scratch *item_scratch(int64_t d) {
     s->k = s->total + ROWS * d;
     s->v = s->k + KEYS * d;
     return s;
-}
-
-/* score[rows][subs * SUB] = q . k for sub-blocks ``sub`` .. ``sub + subs - 1``. */
-INLINE void scores(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int sub, int rows, int subs) {
-    vf acc[TILE_ROWS][SUBS * VS];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
-        for (int v = 0; v < subs * VS; v++) acc[r][v] = (vf){};
-    const float *k[SUBS];
-#pragma GCC unroll 4
-    for (int s = 0; s < subs; s++) k[s] = t->k[sub + s];
-    for (int64_t i = 0; i < d; i++) {
-        vf b[SUBS * VS];
-#pragma GCC unroll 4
-        for (int s = 0; s < subs; s++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < VS; v++) b[s * VS + v] = vload(k[s] + v * W);
-            k[s] += t->k_stride;
-            if (t->fetch) __builtin_prefetch(t->v[sub + s] + i * SUB);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            vf a = vset1(q[r * d + i]);
-#pragma GCC unroll 16
-            for (int v = 0; v < subs * VS; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
-        for (int v = 0; v < subs * VS; v++) vstore(&score[r][(sub * VS + v) * W], acc[r][v]);
-}
-
-/* out[rows][vectors * W] = out * rescale + weights @ V; the last vector holds ``lanes`` elements. */
-INLINE void weighted_values(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d,
-                            int64_t column, int rows, int vectors, int lanes) {
-    vf acc[TILE_ROWS][8];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
-            const float *at = out + r * d + column + v * W;
-            acc[r][v] = (lanes < W ? vload_n(at, lanes) : vload(at)) * vset1(rescale[r]);
-        }
-    for (int64_t from = 0; from < t->last; from += SUB) {
-        const float *base = t->v[from / SUB] + column, *ahead = t->fetch ? t->ahead[from / SUB] : NULL;
-        int64_t first = from > t->first ? from : t->first, last = from + SUB < t->last ? from + SUB : t->last;
-        for (int64_t j = first; j < last; j++) {
-            const float *value = base + (j - from) * d;
-            vf b[8];
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) b[v] = lanes < W ? vload_n(value, lanes) : vload(value + v * W);
-            if (ahead) { /* a sub-block of K is d lines: d / SUB of them per token, shared by the column passes */
-                const float *next = ahead + (j - from) * d + column;
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors * W / SUB; v++) __builtin_prefetch(next + v * SUB);
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vf a = vset1(weight[r][j]);
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
-            float *at = out + r * d + column + v * W;
-            if (lanes < W) vstore_n(at, acc[r][v], lanes);
-            else vstore(at, acc[r][v]);
-        }
-}
-
-/* Sub-blocks and columns taken at once, so that accumulators fill the registers and short tiles still have enough chains. */
-#if PB_AVX512
-#define SUBS_OF(rows) 4
-#define VECTORS_OF(rows) 4
-#elif PB_AVX2
-#define SUBS_OF(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
-#define VECTORS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
-#elif PB_NEON
-#define SUBS_OF(rows) ((rows) <= 3 ? 2 : 1)
-#define VECTORS_OF(rows) ((rows) <= 3 ? 8 : 4)
-#else
-#define SUBS_OF(rows) 1
-#define VECTORS_OF(rows) 2
-#endif
-
-INLINE void score_rows(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
-    int sub = 0;
-    for (; sub + SUBS_OF(rows) <= t->subs; sub += SUBS_OF(rows)) scores(q, score, t, d, sub, rows, SUBS_OF(rows));
-    for (; sub < t->subs; sub++) scores(q, score, t, d, sub, rows, 1);
-}
-
-INLINE void value_rows(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
-    int64_t column = 0;
-    for (; column + VECTORS_OF(rows) * W <= d; column += VECTORS_OF(rows) * W)
-        weighted_values(out, weight, rescale, t, d, column, rows, VECTORS_OF(rows), W);
-    for (; column + W <= d; column += W) weighted_values(out, weight, rescale, t, d, column, rows, 1, W);
-    if (column < d) weighted_values(out, weight, rescale, t, d, column, rows, 1, (int)(d - column));
-}
-
-#define ROW_CASES(call) \
-    switch (rows) { \
-    case 1: call(1); break; \
-    case 2: call(2); break; \
-    case 3: call(3); break; \
-    case 4: call(4); break; \
-    case 5: call(5); break; \
-    default: call(6); \
-    }
-#if MR < 6
-#undef ROW_CASES
-#define ROW_CASES(call) \
-    switch (rows) { \
-    case 1: call(1); break; \
-    case 2: call(2); break; \
-    case 3: call(3); break; \
-    default: call(4); \
-    }
-#endif
-
-static void score_tile(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
-#define CALL(n) score_rows(q, score, t, d, n)
-    ROW_CASES(CALL)
-#undef CALL
-}
-
-static void value_tile(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
-#define CALL(n) value_rows(out, weight, rescale, t, d, n)
-    ROW_CASES(CALL)
-#undef CALL
 }
 
 INLINE float exp_of(float x) { return vexp(vset1(x))[0]; }

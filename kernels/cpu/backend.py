@@ -7,17 +7,17 @@ torch, and nothing is checked that costs more than reading a shape.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
+from torch import Tensor
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -49,7 +49,9 @@ def load_library(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise KernelBuildError(f"cannot load {path} ({error}); delete the file, it is compiled anew") from error
+        raise KernelBuildError(
+            f"cannot load {path} ({error}); delete the file, it is compiled anew"
+        ) from error
     return library
 
 
@@ -71,7 +73,7 @@ class CpuLinear(PackedLinear):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Work items of a step: ``tiles`` int32 [n, 3] (sequence, first query, queries); ``inputs`` keeps the arrays alive."""
+    """Work items of a step: ``tiles`` int32 [n, 3] (sequence, first query, queries). ``inputs`` keeps arrays alive."""
 
     inputs: AttentionInputs
     tiles: np.ndarray
@@ -80,7 +82,7 @@ class AttentionPlan:
 
 
 class CpuKernels(Kernels):
-    """C kernels for this machine's instruction set. ``threads``: None takes torch's number."""
+    """C kernels for this machine's instruction set. ``threads``: None takes torch's number; never more than cores."""
 
     name = "c"
 
@@ -88,7 +90,7 @@ class CpuKernels(Kernels):
         self._lib = load_library(library or build())
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
-        self.threads = threads or torch.get_num_threads()
+        self.threads = min(threads or torch.get_num_threads(), _usable_cores())
 
     def pack_linear(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
@@ -125,7 +127,16 @@ class CpuKernels(Kernels):
             from_bf16, rows = part.dtype == torch.bfloat16, part.shape[0]
             if code >= _DTYPES["int8"]:
                 self._lib.pb_pack_int(
-                    packed.data_ptr(), part.data_ptr(), n, first + row, rows, k, k, from_bf16, code, self.threads
+                    packed.data_ptr(),
+                    part.data_ptr(),
+                    n,
+                    first + row,
+                    rows,
+                    k,
+                    k,
+                    from_bf16,
+                    code,
+                    self.threads,
                 )
             else:
                 self._lib.pb_pack_linear(
@@ -178,7 +189,14 @@ class CpuKernels(Kernels):
         return out
 
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slot_mapping: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
     ) -> None:
         tokens, heads, d = q.shape
         self._lib.pb_rotary_and_cache(
@@ -240,6 +258,13 @@ class CpuKernels(Kernels):
                 self._lib.pb_copy_blocks(part.data_ptr(), ids.ctypes.data, len(ids), part[0].numel())
 
 
+def _usable_cores() -> int:
+    """Cores this process may run on; more threads than that would only wait for each other."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _own(weight: PackedLinear) -> CpuLinear:
     if not isinstance(weight, CpuLinear):
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
@@ -254,7 +279,7 @@ def _token_stride(x: Tensor) -> int:
     return token
 
 
-def _row_chunks(weight: Tensor):  # type: ignore[no-untyped-def]
+def _row_chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, contiguous rows as float32 or bfloat16) of a matrix, a few megabytes at a time."""
     step = max(1, _CHUNK_FLOATS // max(1, weight.shape[1]))
     dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32

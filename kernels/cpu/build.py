@@ -1,8 +1,8 @@
 """Compile the C kernels at first use into the user's cache folder.
 
 The library's name holds a hash of the sources, the compiler, the flags and the CPU's features, so a new version,
-compiler or machine gets its own file. It is written beside its final name and renamed: concurrent starts may compile twice
-but never see half a file. It is not linked to OpenMP or to torch.
+compiler or machine gets its own file. It is written beside its final name and renamed: concurrent starts may
+compile twice but never see half a file. It is not linked to OpenMP or to torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-pthread")
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-pthread",
+)
 
-_NATIVE = ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64", "i686") else ("-mcpu=native",)
+_NATIVE = (
+    ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64", "i686") else ("-mcpu=native",)
+)
 
 # for a machine whose operating system does not hand out the registers of the matrix unit that its CPU has
 WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
@@ -112,9 +122,13 @@ def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], l
 
 def _run(commands: list[list[str]]) -> None:
     """Run compiler commands side by side; raise with the first failing one's output."""
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    running = [
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
+    ]
     outputs = [process.communicate()[0] for process in running]
     for command, process, output in zip(commands, running, outputs):
         if process.returncode:
             detail = output.strip()[-800:] or f"exit status {process.returncode}"
-            raise KernelBuildError(f"`{shlex.join(command)}` failed; install or set CC to a working C compiler:\n{detail}")
+            raise KernelBuildError(
+                f"`{shlex.join(command)}` failed; install or set CC to a working C compiler:\n{detail}"
+            )

@@ -1,12 +1,12 @@
 /* Linear layers with fp32 or bf16 weights and fp32 arithmetic.
  *
- * Layout. Outputs are cut into panels of NR. fp32: [panel][K][NR]. bf16: [panel][K/2][NR] words of 32 bits whose low
- * half is the weight of an even k and whose high half is that of the next k, so that one shift or one mask per
- * vector turns them into floats.
+ * Layout. Outputs are cut into panels of NR. fp32: [panel][K][NR]. bf16: [panel][K/2][NR] words of 32 bits
+ * whose low half is the weight of an even k and whose high half is that of the next k, so that one shift or
+ * one mask per vector turns them into floats.
  *
- * Order. Every output is one chain of fused multiply-adds over k = 0 .. K-1, from zero, then the bias. Tiles of 1 to MR
- * rows by one or a few panels only decide which chains run side by side, so a row's result depends neither on the other
- * rows, nor on the tile, nor on the thread.
+ * Order. Every output is one chain of fused multiply-adds over k = 0 .. K-1, from zero, then the bias. Tiles
+ * of 1 to MR rows by one or a few panels only decide which chains run side by side, so a row's result depends
+ * neither on the other rows, nor on the tile, nor on the thread.
  */
 #include "linear_int.h"
 #include "threads.h"
@@ -18,7 +18,8 @@ enum {
     SMALL_WORK = 100 * 1000,  /* multiply-adds below which one thread is faster than two */
 };
 
-/* What a tile needs: x [rows][ldx], panels ``step`` bytes apart, out [rows][ldo] of which ``columns`` exist. */
+/* What a tile needs: x [rows][ldx], panels ``step`` bytes apart, out [rows][ldo] of which ``columns`` exist.
+ * */
 typedef struct {
     const float *x;
     const char *w;
@@ -30,7 +31,8 @@ typedef struct {
 enum { MOST_PANELS = 3 };
 typedef vf tile_row[MOST_PANELS][NV];
 
-/* The weights of one k: of fp32 panels row ``half`` of a pair of rows, of bf16 panels that half of each word. */
+/* The weights of one k: of fp32 panels row ``half`` of a pair of rows, of bf16 panels that half of each word.
+ * */
 INLINE void load_weights(tile_row b, const char *w, int64_t step, int panels, int bf16, int half) {
 #pragma GCC unroll 4
     for (int p = 0; p < panels; p++)
@@ -83,8 +85,8 @@ INLINE void tile(const tile_args *t, int rows, int panels, int bf16) {
             store_row(t->out + r * t->ldo + p * NR, acc[r][p], t->bias ? t->bias + p * NR : NULL, t->columns - p * NR);
 }
 
-/* One function per tile shape, so that accumulators are registers. One or two rows take several panels at a time:
- * a chain waits for its last step, and only other chains fill the wait. */
+/* One function per tile shape, so that accumulators are registers. One or two rows take several panels at a
+ * time: a chain waits for its last step, and only other chains fill the wait. */
 #define TILE(kind, bf16, rows, panels) \
     static void kind##_##rows##x##panels(const tile_args *t) { tile(t, rows, panels, bf16); }
 #if MR == 8
@@ -189,7 +191,8 @@ EXPORT int64_t pb_usable(void) {
 #endif
 }
 
-/* Copy ``rows`` rows (source [rows][ld], fp32 or bf16) into zero-filled packed weights, as outputs from ``first`` on. */
+/* Copy ``rows`` rows (source [rows][ld], fp32 or bf16) into zero-filled packed weights, as outputs from
+ * ``first`` on. */
 typedef struct {
     char *packed;
     const char *source;
@@ -231,7 +234,8 @@ EXPORT int64_t pb_bf16_exact(const void *source, int64_t count) {
     return 1;
 }
 
-/* out [count][K] = rows ``ids`` of the packed matrix [n, K]. Returns -1, or the index of an id outside 0 .. n - 1. */
+/* out [count][K] = rows ``ids`` of the packed matrix [n, K]. Returns -1, or the index of an id outside 0 .. n
+ * - 1. */
 EXPORT int64_t pb_embedding(const int64_t *ids, const void *packed, float *out, int64_t count, int64_t n, int64_t k,
                             int64_t dtype) {
     int bf16 = dtype == DTYPE_BFLOAT16, integer = dtype >= DTYPE_INT8, int4 = dtype == DTYPE_INT4;

@@ -6,7 +6,8 @@
 
 enum { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1, DTYPE_INT8 = 2, DTYPE_INT4 = 3 };
 
-/* One product out [M, N] = x [M, K] @ W.T + bias; weights in panels of NR outputs, the last one padded with zeros. */
+/* One product out [M, N] = x [M, K] @ W.T + bias; weights in panels of NR outputs, the last one padded with
+ * zeros. */
 typedef struct {
     const float *x;
     const void *weights;

@@ -1,12 +1,12 @@
 /* Linear layers with bf16 weights on the matrix unit (AMX), as exact as fp32 arithmetic.
  *
- * The unit multiplies bf16 by bf16 and adds in fp32. An fp32 activation is the sum of three bf16 numbers, exactly (8 bits
- * of its 24 each), so three products replace one and nothing but the order of the additions differs from fp32
- * multiply-adds; that order is fixed: steps of 32 k ascending, in each the low, the middle, then the high part. At three
- * products the unit is still several times faster than fused multiply-adds.
+ * The unit multiplies bf16 by bf16 and adds in fp32. An fp32 activation is the sum of three bf16 numbers,
+ * exactly (8 bits of its 24 each), so three products replace one and nothing but the order of the additions
+ * differs from fp32 multiply-adds; that order is fixed: steps of 32 k ascending, in each the low, the middle,
+ * then the high part. At three products the unit is still several times faster than fused multiply-adds.
  *
- * A tile of activations is 16 rows x 32 k, one of weights 32 k x 16 outputs in pairs of k, which is how bf16 panels are
- * stored. A row's result depends neither on the other rows of its tile nor on their number.
+ * A tile of activations is 16 rows x 32 k, one of weights 32 k x 16 outputs in pairs of k, which is how bf16
+ * panels are stored. A row's result depends neither on the other rows of its tile nor on their number.
  */
 #include "linear_amx.h"
 
@@ -42,7 +42,8 @@ typedef struct {
     int64_t steps;
 } amx_job;
 
-/* Split 16 k of one row into its three parts, stored as the low halves would be: truncation keeps every remainder exact. */
+/* Split 16 k of one row into its three parts, stored as the low halves would be: truncation keeps every
+ * remainder exact. */
 INLINE void split_16(__m512 x, char *out) {
     const __m512i high_half = _mm512_set1_epi32((int32_t)0xffff0000);
 #pragma GCC unroll 3
@@ -83,7 +84,8 @@ static void configure(int rows) {
     _tile_loadconfig(&config);
 }
 
-/* sums [rows][NR] of one row tile by one panel += some steps. The first row tile fetches the weights of later steps. */
+/* sums [rows][NR] of one row tile by one panel += some steps. The first row tile fetches the weights of later
+ * steps. */
 static void multiply(const char *a, const char *b, int64_t steps, float *sums, int fresh, int fetch) {
     if (fresh) {
         _tile_zero(0);
@@ -113,7 +115,8 @@ static void multiply(const char *a, const char *b, int64_t steps, float *sums, i
     _tile_stored(2, sums + 32, NR * 4);
 }
 
-/* Item: a block of row tiles by one panel. Weights of a few steps stay in the first-level cache for all the rows. */
+/* Item: a block of row tiles by one panel. Weights of a few steps stay in the first-level cache for all the
+ * rows. */
 static void amx_item(const void *context, int64_t item) {
     const amx_job *job = context;
     const linear_job *l = &job->linear;

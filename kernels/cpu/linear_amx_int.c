@@ -1,7 +1,7 @@
 /* Linear layers with int8 and int4 weights on the matrix unit (AMX): 8 x 8 bits with exact 32-bit sums.
  *
- * The 14 bits of an activation are two 7-bit halves, so two products of int8 tiles give the exact result. int4 panels are
- * expanded to int8, a few steps at a time, in the first-level cache.
+ * The 14 bits of an activation are two 7-bit halves, so two products of int8 tiles give the exact result.
+ * int4 panels are expanded to int8, a few steps at a time, in the first-level cache.
  */
 #include "linear_int.h"
 
@@ -43,7 +43,8 @@ static void split_row(const void *context, int64_t row) {
     }
 }
 
-/* Registers 0-2: sums of the low parts by three column tiles, 3-5: of the high parts, 6: weights, 7: activations. */
+/* Registers 0-2: sums of the low parts by three column tiles, 3-5: of the high parts, 6: weights, 7:
+ * activations. */
 static void configure(int rows) {
     struct {
         uint8_t palette, start, zero[14];
@@ -88,8 +89,8 @@ INLINE __m512i twice(const char *p) {
     return _mm512_or_si512(v, _mm512_slli_epi32(v, 16));
 }
 
-/* int4 groups -> int8 panel. The int8 number is the high byte of q * step + offset: low nibbles make the even bytes, high
- * ones the odd bytes. */
+/* int4 groups -> int8 panel. The int8 number is the high byte of q * step + offset: low nibbles make the even
+ * bytes, high ones the odd bytes. */
 static void expand(char *out, const char *groups, int64_t count) {
     const __m512i nibble = _mm512_set1_epi16(15), high_byte = _mm512_set1_epi16((int16_t)0xff00);
     _Static_assert(INT4_SHIFT == 8, "an int8 number is a whole byte");

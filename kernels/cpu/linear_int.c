@@ -1,8 +1,8 @@
 /* Linear layers with int8 and int4 weights: packing, and products on vector units.
  *
- * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). A block of K of one panel is widened to 16 bits in
- * the first-level cache, where all rows use it; the block's integer sums are then added to fp32 totals. Blocks have
- * fixed bounds, so a row's result depends on nothing but the row.
+ * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). A block of K of one panel is widened
+ * to 16 bits in the first-level cache, where all rows use it; the block's integer sums are then added to fp32
+ * totals. Blocks have fixed bounds, so a row's result depends on nothing but the row.
  */
 #include "linear_int.h"
 #include "threads.h"

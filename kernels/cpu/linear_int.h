@@ -1,13 +1,14 @@
 /* Integer weights: layout and quantisation, shared by the vector and the matrix unit kernels.
  *
- * int8: one scale per output, weight = scale * w8.
- * int4: groups of 32 k; w8 = (q * step + offset) >> 8 with the group's integers step and offset and q = 0 .. 15, then as
+ * int8: one scale per output, weight = scale * w8. int4: groups of 32 k; w8 = (q * step + offset) >> 8 with
+ * the group's integers step and offset and q = 0 .. 15, then as
  *   int8. So a group has a range and a zero point of its own, and the arithmetic after the expansion, which takes place in
  *   the cache, is that of int8.
  * Activations: 14 bits and one scale per row, q = hi * 128 + lo; sums are exact integers.
  *
- * K is padded to whole steps of 64. Panels of NR outputs. int8: [K/UNIT][NR][UNIT]. int4: per group NR steps (uint16), NR
- * offsets (int16), then nibbles as int4_position() says. After all panels: one fp32 scale per output.
+ * K is padded to whole steps of 64. Panels of NR outputs. int8: [K/UNIT][NR][UNIT]. int4: per group NR steps
+ * (uint16), NR offsets (int16), then nibbles as int4_position() says. After all panels: one fp32 scale per
+ * output.
  */
 #ifndef PB_LINEAR_INT_H
 #define PB_LINEAR_INT_H
@@ -38,9 +39,10 @@ INLINE const float *int_scales(const void *weights, int64_t n, int64_t k, int in
 /* Where weight (k, lane) of an int8 panel is. */
 INLINE int64_t int8_position(int64_t k, int64_t lane) { return (k / UNIT * NR + lane) * UNIT + k % UNIT; }
 
-/* Where weight (k, lane) of a group is among the nibbles: which byte, and whether in its high half. UNIT 4: a byte is two
- * consecutive k, so that high and low halves expand to the odd and even bytes of the int8 panel. UNIT 2: a byte is k and
- * k + 2; the low halves of 2 W bytes expand to one vector of 16-bit pairs, the high halves to that of the next pairs. */
+/* Where weight (k, lane) of a group is among the nibbles: which byte, and whether in its high half. UNIT 4: a
+ * byte is two consecutive k, so that high and low halves expand to the odd and even bytes of the int8 panel.
+ * UNIT 2: a byte is k and k + 2; the low halves of 2 W bytes expand to one vector of 16-bit pairs, the high
+ * halves to that of the next pairs. */
 INLINE int64_t int4_position(int64_t k, int64_t lane, int *high) {
     *high = UNIT == 4 ? k % 2 : k / 2 % 2;
     return (k / 4 * NR + lane) * 2 + (UNIT == 4 ? k / 2 % 2 : k % 2);
@@ -56,7 +58,8 @@ INLINE int int_weight(const char *panel, int64_t k, int64_t lane, int int4) {
     return (q * ((const uint16_t *)group)[lane] + ((const int16_t *)group)[NR + lane]) >> INT4_SHIFT;
 }
 
-/* out [rows][padded k] = x * ACTIVATION_MAX / max|x| in 14 bits; returns the scale. A row with a NaN gets a NaN scale. */
+/* out [rows][padded k] = x * ACTIVATION_MAX / max|x| in 14 bits; returns the scale. A row with a NaN gets a
+ * NaN scale. */
 INLINE float row_scale(const float *x, int64_t k, float *inverse) {
     vf top = {}, bad = {};
     for (int64_t i = 0; i < k; i += W) {

@@ -1,6 +1,7 @@
 /* The small fused operations between the products: norms, rotary + KV write, activations, block copies.
  *
- * All are bound by memory; each reads its inputs once. Rows are independent, and each is computed by one thread.
+ * All are bound by memory; each reads its inputs once. Rows are independent, and each is computed by one
+ * thread.
  */
 #include "linear.h"
 #include "threads.h"
@@ -132,7 +133,8 @@ static void rotary_item(const void *context, int64_t t) {
     }
 }
 
-/* Rotate q [T][heads][d] and k [T][kv_heads][d] in place (strides are from token to token) and write k and v to their slots. */
+/* Rotate q [T][heads][d] and k [T][kv_heads][d] in place (strides are from token to token) and write k and v
+ * to their slots. */
 EXPORT void pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin, float *key_cache,
                                 float *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
                                 int64_t kv_heads, int64_t d, int64_t half, int64_t block_size, int64_t q_stride,

@@ -1,8 +1,8 @@
 /* One vector type for every instruction set, chosen at compile time.
  *
- * vf / vi: W floats / W int32. GCC vector extensions give arithmetic, comparison and selection on all targets;
- * intrinsics are used only where the extensions have no word for it (fused multiply-add, partial loads).
- * The sizes of the register tiles of linear.c and attention.c follow from the number of registers:
+ * vf / vi: W floats / W int32. GCC vector extensions give arithmetic, comparison and selection on all
+ * targets; intrinsics are used only where the extensions have no word for it (fused multiply-add, partial
+ * loads). The sizes of the register tiles of linear.c and attention.c follow from the number of registers:
  *   NV vectors make one panel of NR outputs, MR rows share it: MR * NV accumulators + NV + 1 <= registers.
  */
 #ifndef PB_SIMD_H
@@ -132,7 +132,8 @@ INLINE float vmaximum(vf v) {
 #endif
 }
 
-/* exp, relative error about 1e-7: 2^n * p(r), r within half a log 2. Below -87 the result is 0 (also for -inf). */
+/* exp, relative error about 1e-7: 2^n * p(r), r within half a log 2. Below -87 the result is 0 (also for
+ * -inf). */
 INLINE vf vexp(vf x) {
     const vf magic = vset1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
     vi tiny = x < -87.0f;

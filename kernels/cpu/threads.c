@@ -1,17 +1,19 @@
 /* The thread pool: why not OpenMP, and what happens when somebody else takes a core.
  *
- * A second OpenMP runtime in the process oversubscribes the cores, and which one is loaded depends on how torch was
- * built. This pool needs pthreads only. Regions are short (tens of microseconds), so:
+ * A second OpenMP runtime in the process oversubscribes the cores, and which one is loaded depends on how
+ * torch was built. This pool needs pthreads only. Regions are short (tens of microseconds), so:
  *   - items are picked up one by one from a counter: a slow thread simply does fewer of them;
  *   - workers spin for a moment after a region, because the next one follows at once, then sleep;
  *   - the caller never waits for a worker that has not begun: the region closes when the items are gone;
  *   - a worker that loses its core in the middle of an item does make the caller wait. That wait is measured, and
- *     a stall sends the workers to rest for many times its length, so that a busy core costs a few per cent.
+ *     a stall sends the workers to rest for many times its length, longer each time until regions run clean again, so
+ *     that a busy core costs a few per cent.
  * Which thread runs an item never changes its result.
  */
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
@@ -28,9 +30,12 @@ enum {
     SPINS_IN_A_ROW = 64,        /* pauses between two looks at the clock */
     SPIN_NS = 100 * 1000,       /* how long an idle worker spins before it sleeps */
     STALL_NS = 300 * 1000,      /* a longer wait for others (beyond a few items' time) is a lost core */
-    REST_FACTOR = 30,           /* rest = stall * REST_FACTOR */
+    REST_FACTOR = 30,           /* rest = stall * REST_FACTOR * stalls in a row */
+    MISSED_REGIONS = 30,        /* so many regions in a row without a worker: it has no core */
+    CLEAN_REGIONS = 500,        /* regions without a stall that end a row */
+    YIELD_SPINS = 2000,         /* a waiting caller then offers its core: the worker may be queued behind it */
 };
-static const int64_t MAX_REST_NS = 400 * 1000 * 1000;
+static const int64_t MAX_REST_NS = 1000 * 1000 * 1000;
 
 static struct {
     pthread_mutex_t busy; /* one region at a time; a second caller runs its items alone */
@@ -38,6 +43,7 @@ static struct {
     pthread_cond_t wake;
     int workers, wanted;
     int64_t rest_until;
+    int stalls, clean, missed; /* stalls in a row, regions since the last, regions in a row that no worker came to */
     pb_task task;
     const void *context;
     int64_t items;
@@ -86,6 +92,7 @@ static void *worker(void *argument) {
         while (atomic_load_explicit(&pool.generation, memory_order_acquire) == seen && spinning) {
             for (int i = 0; i < SPINS_IN_A_ROW; i++) pause_cpu();
             spinning = now_ns() - began < SPIN_NS;
+            sched_yield(); /* the caller may be queued behind this thread */
         }
         if (atomic_load(&pool.generation) == seen) {
             pthread_mutex_lock(&pool.lock);
@@ -121,6 +128,19 @@ static void start_workers(int count) {
     }
 }
 
+/* After a region: the caller did ``mine`` of the items in ``busy`` ns, then waited for the others. */
+static void judge(int64_t mine, int64_t busy, int64_t waited) {
+    pool.missed = mine == pool.items ? pool.missed + 1 : 0;
+    int lost_core = waited > STALL_NS + 4 * busy / (mine ? mine : 1), never_came = pool.missed >= MISSED_REGIONS;
+    if (!lost_core && !never_came) {
+        if (++pool.clean >= CLEAN_REGIONS) pool.stalls = 0;
+        return;
+    }
+    int64_t rest = (lost_core ? waited : busy * MISSED_REGIONS) * REST_FACTOR * ++pool.stalls;
+    pool.clean = pool.missed = 0;
+    pool.rest_until = now_ns() + (rest < MAX_REST_NS ? rest : MAX_REST_NS);
+}
+
 void pb_parallel(pb_task task, const void *context, int64_t items, int threads) {
     if (threads > items) threads = (int)items;
     if (threads < 2 || pthread_mutex_trylock(&pool.busy)) {
@@ -146,16 +166,14 @@ void pb_parallel(pb_task task, const void *context, int64_t items, int threads) 
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.lock);
     }
-    int64_t mine = run_items();
+    int64_t mine = run_items(), closed = now_ns(), waited = 0;
     if (atomic_fetch_sub(&pool.gate, OPEN) > OPEN) { /* closed; some workers are still inside */
-        int64_t closed = now_ns();
-        while (atomic_load_explicit(&pool.gate, memory_order_acquire)) pause_cpu();
-        int64_t waited = now_ns() - closed, per_item = (closed - began) / (mine ? mine : 1);
-        if (waited > STALL_NS + 4 * per_item) {
-            int64_t rest = waited * REST_FACTOR;
-            pool.rest_until = closed + waited + (rest < MAX_REST_NS ? rest : MAX_REST_NS);
-        }
+        for (int64_t spins = 0; atomic_load_explicit(&pool.gate, memory_order_acquire); spins++)
+            if (spins < YIELD_SPINS) pause_cpu();
+            else sched_yield();
+        waited = now_ns() - closed;
     }
+    judge(mine, closed - began, waited);
     pthread_mutex_unlock(&pool.busy);
 }
 

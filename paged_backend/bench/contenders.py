@@ -1,4 +1,5 @@
-"""Who takes part: our variants (``--variant NAME[:option=value,...]``) and peers (``--peer NAME[:option=value,...]=PYTHON``)."""
+"""Who takes part: our variants (``--variant NAME[:option=value,...]``) and the peers
+(``--peer NAME[:option=value,...]=PYTHON``)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PEERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "openvino": ("run_openvino.py", {"weights": "f16"}),
     "llama.cpp": ("run_llama_cpp.py", {"weights": "f16"}),
 }
-"""Worker and default options of each peer. ``weights``: ``hf`` (in the peer's dtype), or a GGUF type: f16, q8_0, q4_0."""
+"""Worker and default options of each peer. weights: ``hf`` (in the peer's dtype) or a GGUF type (f16, q8_0, q4_0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ def parse_variant(text: str, python: str) -> Contender:
     name, options = _split(text)
     limit = options.pop("requests", None)
     if name not in VARIANTS and not options:
-        raise ValueError(f"unknown variant {name!r}: choose one of {', '.join(VARIANTS)}, or give its engine options after a colon")
+        raise ValueError(
+            f"unknown variant {name!r}: choose one of {', '.join(VARIANTS)}, or give its engine options after a colon"
+        )
     merged = {**VARIANTS.get(name, {}), **options}
     return Contender(f"ours {text}", python, WORKERS / "run_ours.py", merged, limit=limit, ours=True)
 

@@ -3,8 +3,9 @@
     hf-float32, hf-bfloat16   a Hugging Face folder with safetensors, for transformers and vLLM
     gguf-f16, -q8_0, -q4_0    a GGUF file, for llama.cpp and OpenVINO; metadata copied from the source file
 
-Matrices are dequantized from the source and stored anew; vectors stay float32. ``q4_0`` keeps the embedding (which is the
-head of a tied model) at q8_0, as llama.cpp's own quantizer keeps more bits there. Files are made once per source file.
+Matrices are dequantized from the source and stored anew; vectors stay float32. ``q4_0`` keeps the embedding (which
+is the head of a tied model) at q8_0, as llama.cpp's own quantizer keeps more bits there. Files are made once per
+source file.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def export(model: str, format_: str, workdir: Path) -> Path:
     source = resolve_model(model)
     if format_ in GGUF_FORMATS and source.suffix != ".gguf":
         raise ExportError(
-            f"{source} is not a GGUF file, and only from one can {format_} be made: give the peer a file of its own with "
-            "the option model=PATH"
+            f"{source} is not a GGUF file, and only from one can {format_} be made: give the peer a file of its own "
+            "with the option model=PATH"
         )
     stat = source.stat()
     folder = workdir / f"{source.stem}-{stat.st_size}-{int(stat.st_mtime)}"

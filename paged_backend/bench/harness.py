@@ -1,7 +1,7 @@
 """Runs contenders side by side: a fresh process for each run, on the same cores, in turn (A B A B ...), never at once.
 
-Whatever fails is a failed run with its reason: a missing interpreter, a crash, an answer of the wrong length. Nothing is ever
-filled in from elsewhere.
+Whatever fails is a failed run with its reason: a missing interpreter, a crash, an answer of the wrong length. Nothing
+is ever filled in from elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class RunResult:
     label: str
     error: str | None = None
     wall_s: float = 0.0
+    cpu_s: float = 0.0
     load_s: float = 0.0
     peak_rss_mb: float | None = None
     loaded_rss_mb: float | None = None
@@ -61,8 +62,8 @@ def compare(
 ) -> dict[str, list[RunResult]]:
     """Run every contender ``settings.repeats`` times, in turn; label -> its runs in order.
 
-    workload: the same for all, or by label. locate: the path of the model for a contender; what it raises fails the contender.
-    A contender that has failed is not run again. on_run: called after each run.
+    workload: the same for all, or by label. locate: the path of the model for a contender; what it raises fails the
+    contender. A contender that has failed is not run again. on_run: called after each run.
     """
     results: dict[str, list[RunResult]] = {c.label: [] for c in contenders}
     for turn in range(settings.repeats):
@@ -150,6 +151,7 @@ def _checked(label: str, workload: Workload, answer: Mapping[str, Any]) -> RunRe
     return RunResult(
         label,
         wall_s=answer["wall_s"],
+        cpu_s=answer["cpu_s"],
         load_s=answer["load_s"],
         peak_rss_mb=answer.get("peak_rss_mb"),
         loaded_rss_mb=answer.get("loaded_rss_mb"),

@@ -1,11 +1,13 @@
 """From runs to rows: what each benchmark reads off a run, medians over the runs, and ratios to the baseline.
 
-A ratio is taken turn by turn (the two runs of a turn lie close in time, so a slow minute of the machine hits both) and the
-median of these is reported.
+A ratio is taken turn by turn (the two runs of a turn lie close in time, so a slow minute of the machine hits both) and
+the median of these is reported. ``tok/cpu s`` divides by the processor time of the run instead of the time on the
+clock: on a machine that is busy with other things it is the fairer figure, on a quiet one the two agree.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -39,7 +41,8 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender. values: medians. spread: (least, most) of the key figure. ratio: to the baseline, above 1 is better."""
+    """One contender. values: medians. spread: (least, most) of the key figure. ratio: to the baseline, above 1 is
+    better; cpu_ratio: the same by processor time."""
 
     label: str
     ours: bool
@@ -47,6 +50,7 @@ class Row:
     values: Mapping[str, float] = field(default_factory=dict)
     spread: tuple[float, float] = (0.0, 0.0)
     ratio: float | None = None
+    cpu_ratio: float | None = None
     agreement: float | None = None
     runs: Sequence[Mapping[str, float]] = ()
     note: str = ""
@@ -54,10 +58,7 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            name: getattr(self, name)
-            for name in ("label", "ours", "error", "values", "spread", "ratio", "agreement", "runs", "note", "versions")
-        }
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def rows(
@@ -69,18 +70,23 @@ def rows(
 ) -> tuple[list[Row], str | None]:
     """Rows in the order of ``results``, and the label of the baseline: the one asked for, else the best peer, else the
     first row that has figures. whole: number of requests of the workload; a row with fewer gets a note."""
-    figures = {
-        label: [{**benchmark.measure(r), **_common(r)} for r in runs if r.error is None]
-        for label, runs in results.items()
-        if runs and all(r.error is None for r in runs)
-    }
+    figures: dict[str, list[dict[str, float]]] = {}
+    errors: dict[str, str] = {}
+    for label, runs in results.items():
+        error = next((r.error for r in runs if r.error is not None), None if runs else "it was not run")
+        if error is None:
+            try:
+                figures[label] = [{**benchmark.measure(r), **_common(r)} for r in runs]
+            except ValueError as problem:
+                error = str(problem)
+        if error is not None:
+            errors[label] = error
     base = _baseline(benchmark, figures, ours, baseline)
     first = next(iter(figures), None)
     table = []
     for label, runs in results.items():
-        error = next((r.error for r in runs if r.error is not None), None)
-        if error is not None or not runs:
-            table.append(Row(label, label in ours, error or "it was not run"))
+        if label in errors:
+            table.append(Row(label, label in ours, errors[label]))
             continue
         mine = figures[label]
         keys = [f[benchmark.key] for f in mine]
@@ -91,7 +97,8 @@ def rows(
                 label in ours,
                 values={key: median(f[key] for f in mine) for key in mine[0]},
                 spread=(min(keys), max(keys)),
-                ratio=_ratio(benchmark, mine, figures[base]) if base else None,
+                ratio=_ratio(mine, figures[base], benchmark.key, benchmark.higher) if base else None,
+                cpu_ratio=_ratio(mine, figures[base], "tokens_per_cpu_s", True) if base else None,
                 agreement=_agreement(runs[0], results[first][0]) if first and first != label else None,
                 runs=mine,
                 note=f"first {count} requests" if whole is not None and count < whole else "",
@@ -102,7 +109,10 @@ def rows(
 
 
 def _baseline(
-    benchmark: Benchmark, figures: Mapping[str, Sequence[Mapping[str, float]]], ours: frozenset[str], asked: str | None
+    benchmark: Benchmark,
+    figures: Mapping[str, Sequence[Mapping[str, float]]],
+    ours: frozenset[str],
+    asked: str | None,
 ) -> str | None:
     if asked is not None:
         return asked if asked in figures else None
@@ -114,10 +124,10 @@ def _baseline(
 
 
 def _ratio(
-    benchmark: Benchmark, mine: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]
+    mine: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], key: str, higher: bool
 ) -> float:
-    ratios = [a[benchmark.key] / b[benchmark.key] for a, b in zip(mine, theirs)]
-    return median(ratios if benchmark.higher else [1 / r for r in ratios])
+    ratios = [a[key] / b[key] for a, b in zip(mine, theirs)]
+    return median(ratios if higher else [1 / r for r in ratios])
 
 
 def _agreement(run: RunResult, other: RunResult) -> float:
@@ -127,13 +137,19 @@ def _agreement(run: RunResult, other: RunResult) -> float:
 
 
 def _common(run: RunResult) -> dict[str, float]:
-    found = {"load_s": run.load_s}
+    found = {"load_s": run.load_s, "cpu_share": run.cpu_s / run.wall_s}
+    found["tokens_per_cpu_s"] = sum(r.output for r in run.requests) / run.cpu_s
     if run.peak_rss_mb is not None:
         found["peak_rss_mb"] = run.peak_rss_mb
     return found
 
 
-_TAIL = (Column("load_s", "load s"), Column("peak_rss_mb", "peak MB", "{:.0f}", plot=True))
+_TAIL = (
+    Column("tokens_per_cpu_s", "tok/cpu s"),
+    Column("cpu_share", "cpu share", "{:.0%}"),
+    Column("load_s", "load s"),
+    Column("peak_rss_mb", "peak MB", "{:.0f}", plot=True),
+)
 
 
 def _throughput(run: RunResult) -> dict[str, float]:
@@ -200,7 +216,7 @@ def _longcontext(run: RunResult) -> dict[str, float]:
     entered, answered = max(t[request.after - 1] for t in running), late_times[0]
     before, during = [], []
     for times in running:
-        for a, b in zip(times, times[1:]):
+        for a, b in itertools.pairwise(times):
             if b - a > 1e-4:  # tokens that were handed over together
                 if b <= entered:
                     before.append(b - a)

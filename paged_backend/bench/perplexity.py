@@ -28,7 +28,9 @@ def windows(ids: Sequence[int], length: int, limit: int) -> list[list[int]]:
     return pieces
 
 
-def perplexity(model: str, options: Mapping[str, Any], text: str, length: int = 1024, limit: int = 20000) -> tuple[float, int]:
+def perplexity(
+    model: str, options: Mapping[str, Any], text: str, length: int = 1024, limit: int = 20000
+) -> tuple[float, int]:
     """(perplexity, number of scored tokens) of the first ``limit`` tokens, each window of ``length`` by itself."""
     from paged_backend.engine.registry import get_engine
     from paged_backend.sampling_params import SamplingParams

@@ -18,21 +18,24 @@ _OURS, _PEER, _FAILED = "#2b6cb0", "#a0aec0", "#c53030"
 def table(benchmark: Benchmark, rows: Sequence[Row], baseline: str | None) -> str:
     """Plain text: one line per contender, failures with their reason below."""
     columns = [c for c in benchmark.columns if any(c.key in row.values for row in rows)]
-    lines = [["", *(c.title for c in columns), "min..max", "ratio", "1st token agrees"]]
+    lines = [["", *(c.title for c in columns), "min..max", "ratio", "cpu ratio", "1st token agrees"]]
     form = next(c.form for c in benchmark.columns if c.key == benchmark.key)
     for row in rows:
         if row.error is not None:
-            lines.append([row.label, "failed", *[""] * (len(columns) + 2)])
+            lines.append([row.label, "failed", *[""] * (len(columns) + 3)])
             continue
         cells = [c.form.format(row.values[c.key]) if c.key in row.values else "-" for c in columns]
         spread = "..".join(form.format(value) for value in row.spread)
         ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
         agreement = f"{row.agreement:.0%}" if row.agreement is not None else "-"
         label = f"{row.label} ({row.note})" if row.note else row.label
-        lines.append([label, *cells, spread, ratio, agreement])
+        cpu_ratio = f"{row.cpu_ratio:.2f}" if row.cpu_ratio is not None else "-"
+        lines.append([label, *cells, spread, ratio, cpu_ratio, agreement])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip()
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
+        ).rstrip()
         for line in lines
     ]
     failed = [f"{row.label}: {row.error}" for row in rows if row.error is not None]
@@ -91,7 +94,14 @@ def plot(benchmark: Benchmark, rows: Sequence[Row], path: Path, title: str) -> N
         room = max(values) or 1.0
         for place, row, value in zip(places, order, values):
             if row.error is not None or column.key not in row.values:
-                axes.text(0.01 * room, place, "failed" if row.error else "not given", va="center", color=_FAILED, fontsize=9)
+                axes.text(
+                    0.01 * room,
+                    place,
+                    "failed" if row.error else "not given",
+                    va="center",
+                    color=_FAILED,
+                    fontsize=9,
+                )
                 continue
             end = value
             if column.key == key and len(row.runs) > 1:
@@ -99,7 +109,9 @@ def plot(benchmark: Benchmark, rows: Sequence[Row], path: Path, title: str) -> N
                 axes.plot([low, high], [place, place], color="#1a202c", linewidth=1.4, solid_capstyle="butt")
                 end = max(value, high)
             axes.text(end + 0.015 * room, place, column.form.format(value), va="center", fontsize=9)
-        axes.set_xlim(0, 1.16 * max(room, *(row.spread[1] if column.key == key else 0.0 for row in order), 0.0))
+        axes.set_xlim(
+            0, 1.16 * max(room, *(row.spread[1] if column.key == key else 0.0 for row in order), 0.0)
+        )
         arrow = "higher" if (column.key == key and benchmark.higher) else "lower"
         axes.set_title(f"{column.title} ({arrow} is better)", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

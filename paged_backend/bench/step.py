@@ -1,25 +1,38 @@
 """Where the time of one decode step goes: inside kernels, and outside of them part by part.
 
-The engine is the real one, with its two threads; timers are laid around its parts. What the output thread does (text, waking
-readers) has no row of its own: it runs between the parts, on the same interpreter, and shows as ``other``.
+The engine is the real one, with its two threads; timers are laid around its parts. What the output thread does (text,
+waking readers) has no row of its own: on one core it takes its time from whatever part runs then.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-PARTS = ("C code", "kernel calls", "schedule", "build work", "build batch", "forward", "sampler", "update", "other")
+PARTS = (
+    "C code",
+    "kernel calls",
+    "schedule",
+    "build work",
+    "build batch",
+    "forward",
+    "sampler",
+    "update",
+    "other",
+)
 """``kernel calls``: allocating outputs and passing pointers around the C code; with the torch kernels everything is
-there. ``forward``: the decoder's own Python. ``update``: appending tokens, retiring, statistics. ``other``: between two steps."""
+there. ``forward``: the decoder's own Python. ``update``: appending tokens, retiring, statistics. ``other``: between
+two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Median milliseconds per step of each part, for ``running`` decodes."""
+    """Median milliseconds of each part over the fastest quarter of the steps (those that the machine disturbed least),
+    for ``running`` decodes."""
 
     running: int
     steps: int
@@ -81,8 +94,10 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
-def profile_steps(model: str, running: list[int], steps: int = 50, context: int = 128, **options: Any) -> list[StepProfile]:
-    """Profile ``steps`` decode steps with each number of ``running`` requests whose contexts begin at ``context`` tokens.
+def profile_steps(
+    model: str, running: list[int], steps: int = 50, context: int = 128, **options: Any
+) -> list[StepProfile]:
+    """Profile ``steps`` decode steps for each number of ``running`` requests; contexts begin at ``context`` tokens.
 
     options: fields of ``EngineConfig``. Raises ValueError for a number of steps or requests that cannot be measured.
     """
@@ -112,10 +127,15 @@ def profile_steps(model: str, running: list[int], steps: int = 50, context: int 
     for name in _OPERATIONS:
         setattr(kernels, name, timers.wrap("kernels", getattr(kernels, name)))
     loaded = load_model(config, kernels)
-    blocks = pool_blocks(config, loaded.max_model_len, ModelRunner.block_bytes(loaded.spec, config.block_size))
+    blocks = pool_blocks(
+        config, loaded.max_model_len, ModelRunner.block_bytes(loaded.spec, config.block_size)
+    )
     runner: Any = ModelRunner(loaded.decoder, kernels, config.num_blocks or blocks, config.block_size)
     cache = CacheManager(
-        config.num_blocks or blocks, config.block_size, sliding_window(loaded.spec), config.enable_prefix_caching
+        config.num_blocks or blocks,
+        config.block_size,
+        sliding_window(loaded.spec),
+        config.enable_prefix_caching,
     )
     scheduler: Any = Scheduler(
         cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -133,12 +153,15 @@ def profile_steps(model: str, running: list[int], steps: int = 50, context: int 
         return [_profile(engine, record, count, steps, context) for count in running]
 
 
+_Note = tuple[int, float, float, dict[str, float]]
+
+
 class _Recorder:
-    """Notes begin, end and timers of every step that is decodes only."""
+    """Notes of every step: the requests if all of them decoded (else 0), begin, end, and the timers at its end."""
 
     def __init__(self, core: Any, timers: Timers) -> None:
         self._core, self._timers, self._step = core, timers, core.step
-        self.rows: list[tuple[int, float, float, dict[str, float]]] = []  # requests (0: not all decodes), begin, end, timers
+        self.rows: list[_Note] = []
 
     def step(self) -> Any:
         before = self._core.scheduler.stats.scheduled_tokens
@@ -165,26 +188,32 @@ def _profile(engine: Any, record: _Recorder, running: int, steps: int, context: 
     params = SamplingParams(temperature=0, max_tokens=steps + spare, ignore_eos=True)
     for handle in engine.submit_many(prompts, [params] * running):
         handle.result()
-    samples: dict[str, list[float]] = {name: [] for name in PARTS}
-    walls = []
-    rows = record.rows
-    for previous, current in zip(rows, rows[1:]):
-        if previous[0] != running or current[0] != running:
-            continue
-        wall = current[2] - previous[2]  # from end to end, so that the time between steps belongs to one of them
-        used = {name: current[3][name] - previous[3].get(name, 0.0) for name in current[3]}
-        inside = current[2] - current[1]
-        walls.append(wall)
-        samples["C code"].append(used["C code"])
-        samples["kernel calls"].append(used["kernels"] - used["C code"])
-        samples["schedule"].append(used["schedule"])
-        samples["build work"].append(used["build work"])
-        samples["build batch"].append(used["run"] - used["forward"] - used["sampler"])
-        samples["forward"].append(used["forward"] - used["kernels"])
-        samples["sampler"].append(used["sampler"])
-        samples["update"].append(inside - used["run"] - used["schedule"] - used["build work"])
-        samples["other"].append(wall - inside)
-    if not walls:
+    found = []
+    for previous, current in itertools.pairwise(record.rows):
+        if previous[0] == running and current[0] == running:
+            found.append(_split(previous, current))
+    if not found:
         raise ValueError(f"{running} requests never ran together: raise max_num_seqs or the KV pool")
-    parts = {name: 1000 * median(values[-steps:]) for name, values in samples.items()}
-    return StepProfile(running, len(walls[-steps:]), 1000 * median(walls[-steps:]), parts)
+    found.sort(key=lambda parts: parts["step"])
+    quiet = found[: max(3, len(found) // 4)]
+    parts = {name: 1000 * median(p[name] for p in quiet) for name in ("step", *PARTS)}
+    return StepProfile(running, len(quiet), parts.pop("step"), parts)
+
+
+def _split(previous: _Note, current: _Note) -> dict[str, float]:
+    """Seconds of each part, from the end of one step to the end of the next, so that what lies between is counted."""
+    _, begin, end, timers = current
+    used = {name: seconds - previous[3].get(name, 0.0) for name, seconds in timers.items()}
+    wall, inside = end - previous[2], end - begin
+    return {
+        "step": wall,
+        "C code": used["C code"],
+        "kernel calls": used["kernels"] - used["C code"],
+        "schedule": used["schedule"],
+        "build work": used["build work"],
+        "build batch": used["run"] - used["forward"] - used["sampler"],
+        "forward": used["forward"] - used["kernels"],
+        "sampler": used["sampler"],
+        "update": inside - used["run"] - used["schedule"] - used["build work"],
+        "other": wall - inside,
+    }

@@ -1,8 +1,8 @@
 """What the peers are asked to do: prompts of random token ids and the length of each answer, by seed.
 
 Random ids, because the time of a dense model does not depend on what is said, and no text need be shipped. Lengths are
-clipped lognormals whose mean after clipping is the stated one (see traces.py); a drawn set is then scaled to that mean, so that
-64 requests of any seed are the same amount of work.
+clipped lognormals whose mean after clipping is the stated one (see traces.py); a drawn set is then scaled to that mean,
+so that 64 requests of any seed are the same amount of work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class BenchRequest:
 class Workload:
     """requests: what is measured. warmup: run before, unmeasured. max_len, max_seqs: what an engine must be ready for.
 
-    one_by_one: each waits for the one before. stream: the time of every token is wanted. prefix_cache: whether peers may
-    share computed prefixes.
+    one_by_one: each waits for the one before. stream: the time of every token is wanted. prefix_cache: whether peers
+    may share computed prefixes.
     """
 
     name: str
@@ -88,11 +88,19 @@ def latency(vocab_size: int, count: int = 8, prompt: int = 128, output: int = 64
     rng = random.Random(seed)
     requests = tuple(BenchRequest(_ids(rng, prompt, vocab_size), output) for _ in range(count))
     warmup = (BenchRequest(_ids(rng, prompt, vocab_size), 4),)
-    return Workload("latency", requests, warmup, _round_up(prompt + output + 1), 1, one_by_one=True, stream=True)
+    return Workload(
+        "latency", requests, warmup, _round_up(prompt + output + 1), 1, one_by_one=True, stream=True
+    )
 
 
 def prefix(
-    vocab_size: int, cached: bool, count: int = 32, shared: int = 1000, tail: int = 16, output: int = 16, seed: int = 0
+    vocab_size: int,
+    cached: bool,
+    count: int = 32,
+    shared: int = 1000,
+    tail: int = 16,
+    output: int = 16,
+    seed: int = 0,
 ) -> Workload:
     """``count`` requests at once that begin with the same ``shared`` tokens, with or without the prefix cache."""
     _at_least("requests", count, 2)
@@ -110,7 +118,9 @@ def longcontext(
     """A prompt of ``prompt`` tokens enters while ``running`` others decode; how long do they wait for it?"""
     _at_least("running", running, 1)
     if not 1 <= after < output:
-        raise ValueError(f"after must be in [1, output): the long prompt enters while others run, got {after}")
+        raise ValueError(
+            f"after must be in [1, output): the long prompt enters while others run, got {after}"
+        )
     rng = random.Random(seed)
     requests = [BenchRequest(_ids(rng, 64, vocab_size), output) for _ in range(running)]
     requests.append(BenchRequest(_ids(rng, prompt, vocab_size), 8, after))

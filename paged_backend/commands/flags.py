@@ -56,6 +56,11 @@ SAMPLING: Mapping[str, Flag] = {
     "logit_bias": Flag(str, 'JSON object {"token id": bias}.', parse=_json_object),
     "allowed_token_ids": Flag(list[int], "Sample nothing but these ids; may be repeated."),
     "bad_words": Flag(list[str], "Text that is never produced; may be repeated."),
+    "structured_outputs": Flag(
+        str,
+        'Form of the answer, a JSON object such as {"regex": "yes|no"} or {"json": {...}}.',
+        parse=_json_object,
+    ),
     "skip_special_tokens": Flag(bool, "Leave special tokens out of the text (the default)."),
     "priority": Flag(int, "Lower runs earlier."),
 }

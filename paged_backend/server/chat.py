@@ -10,11 +10,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import (
+    ChoiceDelta,
+    ChoiceDeltaToolCall,
+    ChoiceDeltaToolCallFunction,
+)
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from paged_backend.outputs import CompletionOutput
@@ -23,10 +33,12 @@ from paged_backend.server.errors import ApiError
 from paged_backend.server.formats import structured_outputs
 from paged_backend.server.logprobs import chat_logprobs, prompt_logprobs
 from paged_backend.server.prompts import chat_prompt, default_max_tokens, fit_prompt
+from paged_backend.server.replies import Form, form_of
 from paged_backend.server.sampling import to_params
 from paged_backend.server.schema import ChatRequest, body_of, read_body
 from paged_backend.server.serving import Serving, serving_of
 from paged_backend.server.ticket import Job
+from paged_backend.tools import ToolCallDelta
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -41,42 +53,45 @@ async def create_chat_completion(request: Request) -> Response:
         raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", code="invalid_value")
-    job = await unless_gone(serving, request, _open(serving, body))
-    answer = _Answer(serving, body, job)
+    answer = await unless_gone(serving, request, _open(serving, body))
     if body.stream:
-        return EventStream(serving, job, answer.events())
-    with job:
+        return EventStream(serving, answer.job, answer.events())
+    with answer.job:
         completion = await unless_gone(serving, request, answer.whole())
     return json_answer(completion.model_dump_json(exclude_unset=True))
 
 
-async def _open(serving: Serving, body: ChatRequest) -> Job:
+async def _open(serving: Serving, body: ChatRequest) -> _Answer:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400, "give max_tokens or max_completion_tokens, not both", param="max_tokens", code="invalid_value"
         )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    ids = fit_prompt(serving, body, await chat_prompt(serving, body), max_tokens)
+    form = form_of(
+        serving.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, structured_outputs(body)
+    )
+    ids = fit_prompt(serving, body, await chat_prompt(serving, body, form.tools or None), max_tokens)
     params = to_params(
         body,
         max_tokens=max_tokens or default_max_tokens(serving, ids, body.min_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        structured_outputs=structured_outputs(body),
+        structured_outputs=form.structured,
+        skip_special_tokens=form.skip_special_tokens,
     )
-    return await serving.client.open([ids], params, body.cache_salt)
+    return _Answer(serving, body, await serving.client.open([ids], params, body.cache_salt), form)
 
 
 class _Answer:
     """One chat completion as it comes."""
 
-    def __init__(self, serving: Serving, body: ChatRequest, job: Job) -> None:
+    def __init__(self, serving: Serving, body: ChatRequest, job: Job, form: Form) -> None:
         self.job = job
         self._body = body
         self._id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = body.model or serving.name
         self._options = body.stream_options
+        self._replies = [form.reply() for _ in range(body.n or 1)]
 
     def _usage(self) -> CompletionUsage:
         return CompletionUsage(
@@ -87,20 +102,13 @@ class _Answer:
             completion_tokens_details=CompletionTokensDetails(reasoning_tokens=0),
         )
 
-    def _extra(self, output: CompletionOutput, first: bool) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            extra["token_ids"] = output.token_ids
-        if output.finish_reason is not None:
-            extra["stop_reason"] = output.stop_reason
-        return extra
-
     # --- in one piece --------------------------------------------------------------------------------------------
 
     async def whole(self) -> ChatCompletion:
         outputs: dict[int, list[CompletionOutput]] = {}
         async for batch in self.job.news():
             for _, output in batch:
+                self._replies[output.index].push(output)
                 outputs.setdefault(output.index, []).append(output)
         ticket = self.job.tickets[0]
         extra: dict[str, Any] = {}
@@ -128,11 +136,22 @@ class _Answer:
         extra: dict[str, Any] = {"stop_reason": last.stop_reason}
         if body.return_token_ids:
             extra["token_ids"] = [token for part in parts for token in part.token_ids]
-        text = "".join(part.text for part in parts)
-        reason: Any = last.finish_reason
+        reply = self._replies[last.index]
+        message = ChatCompletionMessage(role="assistant", content=reply.content, refusal=None)
+        if reply.calls:
+            message.content = reply.content or None
+            message.tool_calls = [
+                ChatCompletionMessageFunctionToolCall(
+                    id=call.id or "",
+                    type="function",
+                    function=Function(name=call.name or "", arguments=call.arguments),
+                )
+                for call in reply.calls
+            ]
+        reason: Any = reply.finish_reason
         return Choice(
             index=last.index,
-            message=ChatCompletionMessage(role="assistant", content=text, refusal=None),
+            message=message,
             logprobs=logprobs,
             finish_reason=reason,
             **extra,
@@ -175,14 +194,18 @@ class _Answer:
             content = chat_logprobs(output.logprobs, body.top_logprobs or 0, as_ids)
             logprobs = ChunkLogprobs(content=content, refusal=None)
         extra: dict[str, Any] = {"token_ids": output.token_ids} if body.return_token_ids else {}
+        reply = self._replies[output.index]
+        new = reply.push(output)
         chunks = []
-        if output.text or logprobs or (body.return_token_ids and output.token_ids):
-            delta = ChoiceDelta(content=output.text)
+        if new or logprobs or (body.return_token_ids and output.token_ids):
+            delta = ChoiceDelta(content=new.content) if new.content or not new.calls else ChoiceDelta()
+            if new.calls:
+                delta.tool_calls = [_call_delta(call) for call in new.calls]
             chunks.append(
                 ChunkChoice(index=output.index, delta=delta, logprobs=logprobs, finish_reason=None, **extra)
             )
         if output.finish_reason is not None:
-            reason: Any = output.finish_reason
+            reason: Any = reply.finish_reason
             end: dict[str, Any] = {"stop_reason": output.stop_reason}
             chunks.append(
                 ChunkChoice(index=output.index, delta=ChoiceDelta(), logprobs=None, finish_reason=reason, **end)
@@ -204,3 +227,11 @@ class _Answer:
             **extra,
         )
         return event(chunk.model_dump_json(exclude_unset=True))
+
+
+def _call_delta(call: ToolCallDelta) -> ChoiceDeltaToolCall:
+    function = ChoiceDeltaToolCallFunction(arguments=call.arguments)
+    if call.name is None:
+        return ChoiceDeltaToolCall(index=call.index, function=function)
+    function.name = call.name
+    return ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)

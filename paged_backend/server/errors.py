@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from paged_backend.errors import (
@@ -13,9 +14,11 @@ from paged_backend.errors import (
     PagedBackendError,
     RequestAbortedError,
 )
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.server.client import QueueFullError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_FIELDS = frozenset(("messages", "prompt", "tool_choice", "tools", *(f.name for f in fields(SamplingParams))))
 
 
 class ApiError(Exception):
@@ -71,8 +74,6 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def named_field(message: str) -> str | None:
-    """The field a message of the engine begins with, as in ``top_p must be in (0, 1]``."""
-    found = re.match(r"([a-z][a-z_]*(?:_[a-z_]+)?)(?:\.\w+)? (?:must|has|needs|is|cannot)\b", message)
-    if found is None or found[1] in ("the", "it"):
-        return None
-    return found[1]
+    """The field that a message of the engine begins with, as in ``top_p must be in (0, 1]``."""
+    found = re.match(r"[a-z_]+", message)
+    return found[0] if found is not None and found[0] in _FIELDS else None

@@ -10,7 +10,10 @@ from paged_backend.errors import ContextOverflowError, RequestRejectedError
 from paged_backend.server.errors import ApiError
 from paged_backend.server.schema import Sampling
 from paged_backend.server.serving import Serving
+from paged_backend.tools import chat_prompt as render_chat
+from paged_backend.tools import tool_format_for
 
+_RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LONG_TEXT = 8192
 """Characters from which a text is encoded in a thread, so that other streams go on meanwhile."""
@@ -23,72 +26,50 @@ async def encode(serving: Serving, text: str, add_special_tokens: bool) -> list[
     return await asyncio.to_thread(serving.tokenizer.encode, text, add_special_tokens)
 
 
-async def chat_prompt(serving: Serving, body: Any) -> list[int]:
+async def chat_prompt(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
     """Token ids of ``body``'s messages (a ``Templating`` or ``TokenizeRequest``) by the model's chat template."""
-    text = await asyncio.to_thread(render, serving, body) if _is_long(body.messages) else render(serving, body)
-    return await encode(serving, text, bool(body.add_special_tokens))
+    long = sum(len(str(message.get("content", ""))) for message in body.messages) >= LONG_TEXT
+    made = await asyncio.to_thread(_render, serving, body, tools) if long else _render(serving, body, tools)
+    ids: list[int] = made["prompt_token_ids"]
+    return await encode(serving, made["prompt"], True) if body.add_special_tokens else ids
 
 
-def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return sum(len(str(message.get("content", ""))) for message in messages) >= LONG_TEXT
-
-
-def render(serving: Serving, body: Any) -> str:
-    """The prompt text of ``body``'s messages."""
+def _render(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     if body.continue_final_message and body.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-            code="invalid_value",
-        )
+        raise _refused("continue_final_message", "and add_generation_prompt exclude each other", "invalid_value")
     if body.chat_template is not None and not serving.config.trust_request_chat_template:
-        raise ApiError(
-            400,
-            "chat_template in a request is a program and this server does not run it: start the server with "
+        raise _refused(
+            "chat_template",
+            "in a request is a program, and this server does not run it: start the server with "
             "--trust-request-chat-template to allow it",
-            param="chat_template",
-            code="unsupported_parameter",
         )
-    template = body.chat_template if body.chat_template is not None else serving.config.chat_template
-    source = _source(serving, template, bool(body.tools))
+    templates: dict[str, str] = serving.tokenizer.templates
+    source = (templates.get("tool_use") if tools else None) or templates.get("default") or ""
+    if body.chat_template is not None:
+        source = templates.get(body.chat_template, body.chat_template)
     variables = dict(body.chat_template_kwargs or {})
-    reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"} & set(variables)
-    if reserved:
-        raise ApiError(
-            400, f"chat_template_kwargs must not have {min(reserved)!r}", param="chat_template_kwargs",
-            code="invalid_value",
-        )  # fmt: skip
+    for name in _RESERVED & variables.keys():
+        raise _refused("chat_template_kwargs", f"must not have {name!r}", "invalid_value")
     for name in ("documents", "reasoning_effort"):
         value = getattr(body, name, None)
         if value is not None:
             if name not in source:
-                raise ApiError(
-                    400, f"{name} is not supported: this model's chat template does not know it", param=name,
-                    code="unsupported_parameter",
-                )  # fmt: skip
+                raise _refused(name, "is not supported: this model's chat template does not know it")
             variables[name] = value
-    if body.tools and "tools" not in source:
-        raise ApiError(
-            400, "tools are not supported: this model's chat template does not know them", param="tools",
-            code="unsupported_parameter",
-        )  # fmt: skip
-    text: str = serving.tokenizer.apply_chat_template(
+    return render_chat(
+        serving.tokenizer,
         _messages(body.messages, knows_developer="developer" in source),
-        tools=body.tools,
+        tools,
+        tool_format_for(serving.tokenizer),
         add_generation_prompt=False if body.continue_final_message else body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template=template,
+        chat_template=body.chat_template,
         **variables,
     )
-    return text
 
 
-def _source(serving: Serving, template: str | None, tools: bool) -> str:
-    templates: dict[str, str] = serving.tokenizer.templates
-    if template is not None:
-        return templates.get(template, template)
-    return (templates.get("tool_use") if tools else None) or templates.get("default") or ""
+def _refused(name: str, problem: str, code: str = "unsupported_parameter") -> ApiError:
+    return ApiError(400, f"{name} {problem}", param=name, code=code)
 
 
 def _messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool) -> list[dict[str, Any]]:

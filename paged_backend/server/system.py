@@ -68,7 +68,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await encode(serving, body.prompt, body.add_special_tokens is not False)
     else:
-        ids = await chat_prompt(serving, body)
+        ids = await chat_prompt(serving, body, body.tools)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.client.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [serving.tokenizer.id_to_token(token) or "" for token in ids]

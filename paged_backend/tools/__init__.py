@@ -1,5 +1,6 @@
 """Tool calls: how a model is told of tools, held to their form, and understood. Used by every adapter and the server."""
 
+from paged_backend.tools.chat import ChatCall, prepare_chat
 from paged_backend.tools.formats import ToolFormat, tool_format_for
 from paged_backend.tools.grammar import tool_outputs
 from paged_backend.tools.parser import (
@@ -14,6 +15,7 @@ from paged_backend.tools.parser import (
 from paged_backend.tools.prompt import chat_prompt
 
 __all__ = [
+    "ChatCall",
     "InvalidToolCall",
     "ParsedReply",
     "ReplyDelta",
@@ -23,6 +25,7 @@ __all__ = [
     "ToolFormat",
     "chat_prompt",
     "parse_reply",
+    "prepare_chat",
     "tool_format_for",
     "tool_outputs",
 ]

@@ -32,7 +32,7 @@ def tool_outputs(
     """The form of a reply that may, or must, call ``tools`` (in OpenAI's form).
 
     choice: ``auto`` for text in which every call that is begun is a valid one, ``required`` or ``any`` for calls only,
-    the name of a tool for a call of that one. parallel: several calls in one reply; by default only where the choice is
+    the name of a tool for one call of it. parallel: several calls in one reply; by default only where the choice is
     free, so that a forced call ends the reply. response_schema: with ``auto``, a reply that calls nothing is JSON
     of this schema. None where nothing can be imposed: calls without a marker (Llama 3) in free text look like text.
     """
@@ -42,6 +42,7 @@ def tool_outputs(
         if choice not in names:
             raise RequestRejectedError(f"tool_choice {choice!r} is none of the tools: {', '.join(names)}")
         functions = [function for function in functions if function["name"] == choice]
+        parallel = False
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
     rules += [f"call_{i}: %json {_call_schema(tool_format, function)}" for i, function in enumerate(functions)]
     free = choice == "auto"

@@ -149,6 +149,9 @@ class ToolCallParser:
         return False
 
     def _content(self, delta: ReplyDelta, text: str) -> None:
+        # white space between a call and the first text after it parts them and is not content
+        if not self.reply.content and (self.reply.calls or self.reply.invalid):
+            text, self._space = text.lstrip(), ""
         kept = text.rstrip()
         if kept:
             self._emit(delta, self._space + kept)

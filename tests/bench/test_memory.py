@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -146,15 +147,25 @@ def test_a_trace_file_is_read_and_a_bad_line_is_named(tmp_path):
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"prompt_tokens": 3, "output_tokens": 4}\n\n{"prompt_tokens": 5, "output_tokens": 6}\n')
     assert read_trace(path) == [TraceRequest(3, 4), TraceRequest(5, 6)]
-    for bad in ("{}", "[]", '{"prompt_tokens": 0, "output_tokens": 1}', '{"prompt_tokens": 9999, "output_tokens": 1}'):
+    for bad in (
+        "{}",
+        "[]",
+        '{"prompt_tokens": 0, "output_tokens": 1}',
+        '{"prompt_tokens": 9999, "output_tokens": 1}',
+    ):
         path.write_text(f'{{"prompt_tokens": 3, "output_tokens": 4}}\n{bad}\n')
-        with pytest.raises(ValueError, match="lengths.jsonl:2"):
+        with pytest.raises(ValueError, match=r"lengths\.jsonl:2"):
             read_trace(path)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"preset": "x"}, "sharegpt"), ({"num_requests": 0}, "one request"), ({"rate": 0.0}, "rate"), ({"longest": 1}, "room")],
+    [
+        ({"preset": "x"}, "sharegpt"),
+        ({"num_requests": 0}, "one request"),
+        ({"rate": 0.0}, "rate"),
+        ({"longest": 1}, "room"),
+    ],
 )
 def test_an_impossible_trace_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
@@ -179,8 +190,8 @@ def test_an_arena_never_hands_out_a_slot_twice_and_heals_when_all_is_given_back(
             if address is not None:
                 held[address] = size
         ends = sorted((a, a + size) for a, size in held.items())
-        assert all(stop <= start for (_, stop), (start, _) in zip(ends, ends[1:]))
-        assert all(0 <= a and stop <= 777 for a, stop in ends)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ends))
+        assert all(a >= 0 and stop <= 777 for a, stop in ends)
         assert arena.used == sum(held.values())
     for address in list(held):
         arena.release(address)
@@ -198,7 +209,18 @@ def test_buddies_stand_on_multiples_of_their_size():
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
-FLAGS = ["bench", "memory", "--requests", "12", "--pool-tokens", "2100", "--context", "512", "--trace", "alpaca"]
+FLAGS = [
+    "bench",
+    "memory",
+    "--requests",
+    "12",
+    "--pool-tokens",
+    "2100",
+    "--context",
+    "512",
+    "--trace",
+    "alpaca",
+]
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):

@@ -1,4 +1,4 @@
-"""The scheduler benchmark measures the batch it says it measures. Its figures are not asserted: tests have no timings."""
+"""The scheduler benchmark measures the batch it says. Its figures are not asserted: tests have no timings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_all_parts_of_a_step_are_measured(running):
 def test_the_command_prints_a_table_or_json():
     table = CliRunner().invoke(app, ["bench", "scheduler", "--running", "2", "--steps", "5"])
     assert "schedule" in table.stdout
-    result = CliRunner().invoke(app, ["bench", "scheduler", "--running", "2", "--running", "3", "--steps", "5", "--json"])
+    result = CliRunner().invoke(
+        app, ["bench", "scheduler", "--running", "2", "--running", "3", "--steps", "5", "--json"]
+    )
     assert [cost["running"] for cost in json.loads(result.stdout)] == [2, 3]
 
 

@@ -45,7 +45,19 @@ def test_reset_forgets_the_conversation(talk):
 
 
 def test_the_system_message_stays_after_a_reset_and_can_be_removed(talk):
-    result = talk("/stats", "/system be brief", "hi", "/stats", "/reset", "hi", "/stats", "/system", "/reset", "hi", "/stats")
+    result = talk(
+        "/stats",
+        "/system be brief",
+        "hi",
+        "/stats",
+        "/reset",
+        "hi",
+        "/stats",
+        "/system",
+        "/reset",
+        "hi",
+        "/stats",
+    )
     assert "no answer yet" in result.stdout
     one, two, three = map(counts, stats(result))
     assert one[0] == two[0] > three[0]

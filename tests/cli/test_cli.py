@@ -60,7 +60,10 @@ def test_the_text_is_what_the_library_gives(run, model):
 
 
 def test_a_short_request_is_printed_before_a_long_one_that_came_first(run, tmp_path):
-    lines = [{"prompt": "box", "params": {"max_tokens": 400}}, {"prompt": "jugs", "params": {"max_tokens": 1}}]
+    lines = [
+        {"prompt": "box", "params": {"max_tokens": 400}},
+        {"prompt": "jugs", "params": {"max_tokens": 1}},
+    ]
     result = run("--input", write_lines(tmp_path / "in.jsonl", lines))
     assert [r["index"] for r in records(result)] == [1, 0]
 
@@ -162,9 +165,27 @@ def test_logprobs_are_reported_per_token_in_step_with_the_text(run):
 
 
 def test_repeated_flags_and_json_flags_reach_the_sampler(run):
-    allowed = ["--allowed-token-ids", "40", "--allowed-token-ids", "41", "--logit-bias", '{"41": 50}', "--logprobs", "0"]
+    allowed = [
+        "--allowed-token-ids",
+        "40",
+        "--allowed-token-ids",
+        "41",
+        "--logit-bias",
+        '{"41": 50}',
+        "--logprobs",
+        "0",
+    ]
     (record,) = records(run("five jugs", *allowed))
     assert [p["token_id"] for p in record["logprobs"]] == [41] * 6
+
+
+def test_the_form_of_the_answer_may_be_given_by_flag_and_by_line(run, tmp_path):
+    lines = [{"prompt": "jugs"}, {"prompt": "jugs", "params": {"structured_outputs": {"choice": ["maybe"]}}}]
+    form = ["--structured-outputs", '{"regex": "yes|no"}']
+    result = run("--input", write_lines(tmp_path / "in.jsonl", lines), sampling=["--temperature", "0", *form])
+    first, second = by_index(result)
+    assert first["text"] in ("yes", "no")
+    assert second["text"] == "maybe"
 
 
 def test_equal_seeds_give_equal_samples(run):

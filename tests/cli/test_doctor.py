@@ -47,7 +47,10 @@ def test_without_a_compiler_it_says_which_kernels_are_used_and_how_to_mend_it(tm
 
 def test_two_openmp_runtimes_are_a_warning(monkeypatch):
     # vllm issues 10971, 43240: two OpenMP pools on the same cores
-    maps = [f"7f00-7f01 r-xp 00000000 08:01 42  /lib/{name}\n" for name in ("libgomp-a34b.so.1", "libiomp5.so", "libm.so.6")]
+    maps = [
+        f"7f00-7f01 r-xp 00000000 08:01 42  /lib/{name}\n"
+        for name in ("libgomp-a34b.so.1", "libiomp5.so", "libm.so.6")
+    ]
     monkeypatch.setattr(doctor, "_lines", lambda path: iter(maps if path == "/proc/self/maps" else ()))
     warnings: list[str] = []
     assert doctor._threads(warnings)["openmp"] == ["/lib/libgomp-a34b.so.1", "/lib/libiomp5.so"]

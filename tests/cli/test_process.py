@@ -35,7 +35,9 @@ def start(model, quiet_env):
             stream.close()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "x", "--top-p", "9"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["--version"], ["run", "x", "--top-p", "9"]]
+)
 def test_help_and_usage_errors_import_neither_torch_nor_transformers(arguments, quiet_env):
     code = (
         "import sys\n"

@@ -46,6 +46,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "Qwen3": {**BASE, "head_dim": 8},
     "Gemma": {**BASE, "head_dim": 8},
     "Gemma2": {**BASE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
+    "Gemma3": {**BASE, **MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
     "Phi3": {**BASE, "sliding_window": None},
     "GPT2": GPT,
     "GPTJ": {**GPT, "rotary_dim": 4},
@@ -101,6 +102,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 """Class name without ForCausalLM -> fields of its config."""
 
+ALWAYS = ("Llama", "Gemma2", "GPT2", "OPT", "Mixtral", "Olmo3", "GptOss", "DeepseekV3")
+SOME = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, "position_ids"),
     "Falcon": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "interface"),
@@ -109,6 +113,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GPTNeo": (
         {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         "interface",
+    ),
+    "Llama4": (
+        {**BASE, **EXPERTS, "head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
+        "causal or sliding window",
     ),
     "Lfm2": ({**BASE, "layer_types": ["conv", "full_attention"]}, "state outside of attention"),
     "MiniMax": (
@@ -133,11 +141,12 @@ def claim(request: pytest.FixtureRequest) -> Any:
 def test_greedy_batch_equals_transformers(name: str, make_pair: Any, batch: Any, claim: Any) -> None:
     pair = make_pair(name, RUNS[name])
     claim(name, "greedy")
+    claim(name, "class", type(pair.theirs).__name__)
     claim(name, "path", "native" if pair.native else "module")
     pair.check(**batch(3, 9, 17, 30), max_new_tokens=12, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SOME)
 def test_penalties_equal_transformers(name: str, make_pair: Any, batch: Any, claim: Any) -> None:
     claim(name, "penalties")
     make_pair(name, RUNS[name]).check(
@@ -151,7 +160,7 @@ def test_penalties_equal_transformers(name: str, make_pair: Any, batch: Any, cla
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SOME)
 def test_beam_search_equals_transformers(name: str, make_pair: Any, batch: Any, claim: Any) -> None:
     claim(name, "beams")
     make_pair(name, RUNS[name]).check(

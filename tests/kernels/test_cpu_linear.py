@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from paged_backend.kernels.cpu.backend import CpuKernels
-from paged_backend.kernels.cpu.build import build
 
 # N not a multiple of a panel, K odd, one panel exactly, more than one row block
+EXACT, INTEGER = ["float32", "bfloat16"], ["int8", "int4"]
 SHAPES = [(1, 1), (5, 7), (48, 64), (100, 37), (250, 129), (577, 192)]
-
-
-def _flags() -> list[tuple[str, ...] | None]:
-    """The machine's own instruction set, AVX2 if it has that, and the portable code."""
-    if "AVX" not in torch.backends.cpu.get_cpu_capability():
-        return [None, ()]
-    return [None, ("-mavx2", "-mfma"), ()]
-
-
-@pytest.fixture(scope="module", params=_flags(), ids=lambda f: "native" if f is None else "-".join(f) or "generic")
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(1, build(request.param))
 
 
 def _weights(n: int, k: int, dtype: str) -> torch.Tensor:
@@ -28,7 +18,7 @@ def _weights(n: int, k: int, dtype: str) -> torch.Tensor:
     return weight.bfloat16() if dtype == "bfloat16" else weight
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_linear_equals_the_fp64_product(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
     weight, bias = _weights(n, k, dtype), torch.randn(n)
@@ -44,22 +34,72 @@ def test_linear_equals_the_fp64_product(kernels: CpuKernels, n: int, k: int, dty
         assert error.max() < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(kernels: CpuKernels, dtype: str) -> None:
-    weight = _weights(205, 333, dtype)
-    packed = kernels.pack_linear([weight], None, dtype)
-    x = torch.randn(300, 333)
+@pytest.mark.parametrize("dtype", INTEGER)
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (100, 1500)])
+def test_integer_weights_multiply_like_what_they_stand_for(
+    kernels: CpuKernels, n: int, k: int, dtype: str
+) -> None:
+    weight, bias = torch.randn(n, k), torch.randn(n)
+    packed = kernels.pack_linear([weight[: n // 3], weight[n // 3 :]], [None, bias[n // 3 :]], dtype)
+    bias[: n // 3] = 0
+    stored = kernels.embedding(torch.arange(n), packed)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    if dtype == "int8":
+        assert ((stored - weight).abs() <= step * 0.501).all()
+    else:
+        assert (stored - weight).norm() <= 0.085 * weight.norm() + step.norm()
+    for m in (1, 2, 7, 16, 17, 33, 150):
+        x = torch.randn(m, k) * torch.rand(m, 1) * 100
+        x[m // 2] = 0
+        expected = x.double() @ stored.double().T + bias
+        error = (kernels.linear(x, packed) - expected).abs()
+        # activations have 14 bits: each is off by at most half a step of its row
+        bound = (
+            x.abs().amax(1, keepdim=True) / 8191 * 0.51 * stored.abs().sum(1) + 1e-5 * expected.abs() + 1e-6
+        )
+        assert (error <= bound).all()
+
+
+def test_int4_weights_have_a_zero_point_of_their_own(kernels: CpuKernels) -> None:
+    weight = torch.rand(40, 96) + 3.0
+    stored = kernels.embedding(torch.arange(40), kernels.pack_linear([weight], dtype="int4"))
+    assert (stored - weight).abs().max() < 4.0 / 15
+
+
+def test_integer_weights_of_zero_stay_zero(kernels: CpuKernels) -> None:
+    weight = torch.randn(50, 70)
+    weight[7] = 0
+    for dtype in INTEGER:
+        packed = kernels.pack_linear([weight], dtype=dtype)
+        assert (kernels.linear(torch.randn(3, 70), packed)[:, 7] == 0).all()
+        assert (kernels.embedding(torch.tensor([7]), packed) == 0).all()
+
+
+def test_small_weights_take_small_memory(kernels: CpuKernels) -> None:
+    weight = torch.randn(480, 576)
+    bits = {
+        d: kernels.pack_linear([weight], None, d).nbytes() * 8 / weight.numel() for d in (*EXACT, *INTEGER)
+    }
+    assert bits["float32"] == 32
+    assert bits["bfloat16"] == 16
+    assert bits["int8"] < 8.1
+    assert bits["int4"] < 5.1
+
+
+@pytest.mark.parametrize("dtype", [*EXACT, *INTEGER])
+@pytest.mark.parametrize("k", [333, 1200])
+def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
+    kernels: CpuKernels, threads: Callable[[int], None], dtype: str, k: int
+) -> None:
+    packed = kernels.pack_linear([_weights(205, k, dtype)], None, dtype)
+    x = torch.randn(300, k)
     whole = kernels.linear(x, packed)
-    kernels.threads = 2
-    try:
+    for count in (2, 1):
+        threads(count)
         assert torch.equal(kernels.linear(x, packed), whole)
         for m in range(1, 71):
             start = int(torch.randint(0, 300 - m, ()))
-            for threads in (1, 2):
-                kernels.threads = threads
-                assert torch.equal(kernels.linear(x[start : start + m], packed), whole[start : start + m]), m
-    finally:
-        kernels.threads = 1
+            assert torch.equal(kernels.linear(x[start : start + m], packed), whole[start : start + m]), m
 
 
 def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
@@ -81,7 +121,7 @@ def test_rounding_to_bf16_equals_torch(kernels: CpuKernels) -> None:
     assert packed.nbytes() < weight.nbytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
     weight = _weights(n, k, dtype)
@@ -92,8 +132,9 @@ def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str)
         kernels.embedding(torch.tensor([0, n]), packed)
 
 
-def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels) -> None:
-    packed = kernels.pack_linear([torch.randn(60, 33)])
+@pytest.mark.parametrize("dtype", [*EXACT, *INTEGER])
+def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels, dtype: str) -> None:
+    packed = kernels.pack_linear([_weights(60, 33, dtype)], None, dtype)
     x = torch.randn(9, 33)
     clean = kernels.linear(x, packed)
     x[4, 7] = float("nan")

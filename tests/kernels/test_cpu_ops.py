@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from paged_backend.kernels.base import LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
-from paged_backend.kernels.cpu.build import build
 
 
-def _flags() -> list[tuple[str, ...] | None]:
-    """The machine's own instruction set, AVX2 if it has that, and the portable code."""
-    if "AVX" not in torch.backends.cpu.get_cpu_capability():
-        return [None, ()]
-    return [None, ("-mavx2", "-mfma"), ()]
-
-
-@pytest.fixture(scope="module", params=_flags(), ids=lambda f: "native" if f is None else "-".join(f) or "generic")
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(2, build(request.param))
+@pytest.fixture(autouse=True)
+def _two_threads(threads: Callable[[int], None]) -> None:
+    threads(2)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 33), (70, 576), (4, 5, 64), (2, 3, 20)])
@@ -30,7 +24,9 @@ def test_rms_norm(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (65, 577), (300, 40)])
-def test_add_rms_norm_changes_the_residual_and_normalises_it(kernels: CpuKernels, shape: tuple[int, int]) -> None:
+def test_add_rms_norm_changes_the_residual_and_normalises_it(
+    kernels: CpuKernels, shape: tuple[int, int]
+) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
     total = x + residual
     out = kernels.add_rms_norm(x, residual, weight, 1e-6)
@@ -64,7 +60,9 @@ def test_activations_over_the_whole_range(kernels: CpuKernels, activation: str) 
     x = torch.stack([gate, torch.ones_like(gate)], 1)
     out = kernels.act_and_mul(x.view(-1, 2), activation)[:, 0].double()
     gate = gate.double()
-    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}[activation]
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}[
+        activation
+    ]
     torch.testing.assert_close(out, function(gate), rtol=1e-6, atol=1e-6)
     x[7, 0] = float("nan")
     assert kernels.act_and_mul(x, activation)[:, 0].isnan().nonzero().flatten().tolist() == [7]
@@ -75,7 +73,9 @@ def test_unknown_activation_is_refused(kernels: CpuKernels) -> None:
         kernels.act_and_mul(torch.randn(2, 4), "relu")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(9, 3, 64, 64), (4, 4, 80, 32), (2, 1, 20, 20)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"), [(9, 3, 64, 64), (4, 4, 80, 32), (2, 1, 20, 20)]
+)
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_rotary_and_cache(

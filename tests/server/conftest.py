@@ -83,6 +83,7 @@ class RunningServer:
             raise RuntimeError("the server did not start")
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(**{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, **options})
@@ -93,10 +94,10 @@ class RunningServer:
         )
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.http.post(path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return self.http.get(path, **options)
 
     @property
     def idle(self) -> bool:
@@ -108,6 +109,7 @@ class RunningServer:
     def stop(self) -> None:
         self.server.handle_exit(15, None)
         self.thread.join(60)
+        self.http.close()
         if self.thread.is_alive():
             raise RuntimeError("the server did not stop")
 

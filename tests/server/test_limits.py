@@ -82,11 +82,12 @@ def test_a_full_queue_is_a_429_with_a_time(start, until):
         too_many = server.post("/v1/completions", {"prompt": "a", "n": 4})
         assert too_many.status_code == 400
         # a client with retries gets through
-        thread, _ = begin(server, {**LONG, "n": 3, "temperature": 1})
-        until(lambda: server.serving.client.in_flight == 1)
+        running = [begin(server, LONG) for _ in range(3)]
+        until(lambda: server.serving.client.in_flight == 3)
         answer = server.client(max_retries=5).chat.completions.create(model=server.serving.name, messages=HELLO, max_tokens=1)
         assert answer.choices
-        thread.join(60)
+        for thread, _ in running:
+            thread.join(60)
 
 
 def test_the_time_limit_ends_requests_and_frees_their_blocks(start, until):

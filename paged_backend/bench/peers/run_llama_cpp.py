@@ -1,7 +1,7 @@
 """Worker for llama.cpp: slots over ``llama_decode``, refilled as they fall free. Model: a .gguf file.
 
-Written over the C functions that llama-cpp-python declares, because its Python class decodes one sequence at a time. Options:
-slots, batched_tokens, unified (one KV buffer for all slots, 1 or 0), flash (1 or 0).
+Written over the C functions that llama-cpp-python declares, because its Python class decodes one sequence at a time.
+Options: slots, batched_tokens, unified (one KV buffer for all slots, 1 or 0), flash (1 or 0), cache_tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class LlamaCpp:
         params.kv_unified = str(options.pop("unified", "1")) == "1"
         params.flash_attn_type = int(options.pop("flash", "1"))
         if options:
-            raise ValueError(f"unknown options {sorted(options)}; known: slots, batched_tokens, unified, flash, cache_tokens")
+            raise ValueError(
+                f"unknown options {sorted(options)}; known: slots, batched_tokens, unified, flash, cache_tokens"
+            )
         self._ctx = llama_cpp.llama_init_from_model(model, params)
         if not self._ctx:
             raise RuntimeError("llama.cpp cannot create the context")
@@ -63,7 +65,8 @@ class LlamaCpp:
         self._free.append(state["slot"])
 
     def _start(self):
-        """Give waiting requests a slot; with the prefix cache, the one whose old content agrees longest (as the server does)."""
+        """Give waiting requests a slot; with the prefix cache, what a slot already holds of the prompt is kept or
+        copied, as llama.cpp's server does."""
         while self._waiting and self._free:
             index, prompt = self._waiting.pop(0)
             slot, shared = self._free[-1], 0

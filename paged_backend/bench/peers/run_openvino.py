@@ -1,7 +1,7 @@
 """Worker for OpenVINO GenAI's ContinuousBatchingPipeline. Model: a .gguf file, or a folder that it can read.
 
-Options: precision (``default``, or an element type such as ``f32`` for INFERENCE_PRECISION_HINT), batched_tokens, and any
-upper-case plugin property as it is (``KV_CACHE_PRECISION=f32``).
+Options: precision (``default``, or an element type such as ``f32`` for INFERENCE_PRECISION_HINT), batched_tokens,
+cache_gb, and any upper-case plugin property as it is (``KV_CACHE_PRECISION=f32``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OpenVino:
         scheduler.max_num_seqs = request["max_seqs"]
         scheduler.max_num_batched_tokens = int(options.pop("batched_tokens", 512))
         scheduler.enable_prefix_caching = request["prefix_cache"]
-        scheduler.cache_size = int(options.pop("cache_gb", 4))
+        scheduler.cache_size = int(options.pop("cache_gb", 2))
         scheduler.dynamic_split_fuse = True
         for name in list(options):
             if name.isupper():

@@ -33,7 +33,9 @@ class Ours:
 
     def _sampling(self, request, **more):
         n = request["output"]
-        return self._params(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False, **more)
+        return self._params(
+            temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False, **more
+        )
 
     def _batch(self, requests):
         if any(r["after"] for r in requests):
@@ -42,8 +44,9 @@ class Ours:
         handles = self.engine.submit_many(prompts, [self._sampling(r) for r in requests])
         done = []
         for output in [handle.result() for handle in handles]:
-            first = output.metrics.first_token_time
-            done.append({"tokens": output.outputs[0].token_ids, "times": [first] if first is not None else None})
+            first = output.metrics.first_token_time if output.metrics is not None else None
+            times = [first] if first is not None else None
+            done.append({"tokens": output.outputs[0].token_ids, "times": times})
         return done
 
     async def _stream(self, requests):

@@ -1,7 +1,7 @@
 """Worker for transformers. Model: a Hugging Face folder.
 
-Options: dtype; mode (``single``: one by one; ``batch``: static batches of ``size``, each as long as its longest request;
-``continuous``: the manager behind ``generate_batch``, which takes a length per request); size; attention (implementation).
+Options: dtype; mode (``single``: one by one; ``batch``: static batches of ``size``, each as long as its longest
+request; ``continuous``: the manager behind ``generate_batch``, which takes a length per request); size; attention.
 """
 
 from __future__ import annotations
@@ -102,10 +102,14 @@ class Continuous(Model):
         super().__init__(request, options)
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        config = GenerationConfig(max_new_tokens=request["max_len"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+        config = GenerationConfig(
+            max_new_tokens=request["max_len"], do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
         batching = ContinuousBatchingConfig(
             page_size=16 if request["prefix_cache"] else 256,
-            num_blocks=max(64, request["max_seqs"] * request["max_len"] // (16 if request["prefix_cache"] else 256)),
+            num_blocks=max(
+                64, request["max_seqs"] * request["max_len"] // (16 if request["prefix_cache"] else 256)
+            ),
             max_batch_tokens=512,
             allow_block_sharing=request["prefix_cache"],
             use_cuda_graph=False,

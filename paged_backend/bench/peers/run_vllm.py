@@ -16,8 +16,8 @@ class Vllm:
     def __init__(self, request):
         options = dict(request["options"])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.pop("cache_gb", 4))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, request["cores"])) for _ in (0,)) or "auto"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.pop("cache_gb", 2))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, request["cores"])) or "auto"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ["HF_HUB_OFFLINE"] = "1"
         from vllm import LLM, SamplingParams

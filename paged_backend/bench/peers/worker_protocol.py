@@ -8,12 +8,13 @@ A worker is run as a plain script by the interpreter of the system it measures, 
     max_len, max_seqs longest prompt + output, most requests at once
     prefix_cache      whether the peer may reuse computed prefixes
     one_by_one        each request waits for the one before
-    warmup, requests  lists of {"prompt": token ids, "output": length, "after": 0}; a request with ``after`` = k enters when
-                      each of those with ``after`` = 0 has k tokens
+    stream            whether the time of every token is wanted
+    warmup, requests  lists of {"prompt": token ids, "output": length, "after": 0}; a request with ``after`` = k enters
+                      when each of those with ``after`` = 0 has k tokens
 
-Result: ``ok``, ``load_s``, ``wall_s``, ``peak_rss_mb``, ``loaded_rss_mb``, ``versions`` and, for each request, ``tokens`` and the
-``times`` at which they were known to the caller, in seconds since the request was handed over (None where the peer gives
-nothing before the end). On failure: ``ok`` false and ``error``.
+Result: ``ok``, ``load_s``, ``wall_s``, ``cpu_s``, ``peak_rss_mb``, ``loaded_rss_mb``, ``versions`` and, for each
+request, ``tokens`` and the ``times`` at which they were known to the caller, in seconds since the requests were handed
+over (None where the peer gives nothing before the end). On failure: ``ok`` false and ``error``.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ def _measure(request, load, pin_first):
     one_by_one = request["one_by_one"]
     if request["warmup"]:
         _run(engine, request["warmup"], one_by_one)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     done = _run(engine, request["requests"], one_by_one)
-    wall_s = time.perf_counter() - started
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     result = {
         "ok": True,
         "load_s": load_s,
         "wall_s": wall_s,
+        "cpu_s": cpu_s,
         "loaded_rss_mb": loaded,
         "peak_rss_mb": memory_mb("VmHWM"),
         "versions": _versions(engine),

@@ -1,0 +1,165 @@
+/* Register tiles of attention: up to TILE_ROWS rows against the sub-blocks of one key tile.
+ *
+ * Chains run over d for scores and over tokens for values, one per element, whatever is computed side by
+ * side.
+ */
+#ifndef PB_ATTENTION_TILE_H
+#define PB_ATTENTION_TILE_H
+
+#include "linear.h"
+
+enum {
+    SUB = 16,     /* tokens of a sub-block */
+    SUBS = 4,     /* sub-blocks of a key tile */
+    KEYS = SUB * SUBS,
+    VS = SUB / W, /* vectors of a sub-block */
+    TILE_ROWS = MR < 6 ? MR : 6,
+};
+
+/* The key tile at hand: where its sub-blocks are. V is fetched ahead while scores are computed, the next
+ * tile's K (``ahead``, or NULL) while values are: blocks lie anywhere, so the hardware's own prefetcher
+ * starts anew in each. */
+typedef struct {
+    const float *k[SUBS], *v[SUBS], *ahead[SUBS];
+    int64_t k_stride;
+    int subs, first, last; /* sub-blocks; tokens [first, last) are read */
+    int fetch;             /* whether to fetch ahead: only the first rows do */
+} key_tile;
+
+/* score[rows][subs * SUB] = q . k for sub-blocks ``sub`` .. ``sub + subs - 1``. */
+INLINE void scores(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int sub, int rows, int subs) {
+    vf acc[TILE_ROWS][SUBS * VS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < subs * VS; v++) acc[r][v] = (vf){};
+    const float *k[SUBS];
+#pragma GCC unroll 4
+    for (int s = 0; s < subs; s++) k[s] = t->k[sub + s];
+    for (int64_t i = 0; i < d; i++) {
+        vf b[SUBS * VS];
+#pragma GCC unroll 4
+        for (int s = 0; s < subs; s++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < VS; v++) b[s * VS + v] = vload(k[s] + v * W);
+            k[s] += t->k_stride;
+            if (t->fetch) __builtin_prefetch(t->v[sub + s] + i * SUB);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            vf a = vset1(q[r * d + i]);
+#pragma GCC unroll 16
+            for (int v = 0; v < subs * VS; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < subs * VS; v++) vstore(&score[r][(sub * VS + v) * W], acc[r][v]);
+}
+
+/* out[rows][vectors * W] = out * rescale + weights @ V; the last vector holds ``lanes`` elements. */
+INLINE void weighted_values(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d,
+                            int64_t column, int rows, int vectors, int lanes) {
+    vf acc[TILE_ROWS][8];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            const float *at = out + r * d + column + v * W;
+            acc[r][v] = (lanes < W ? vload_n(at, lanes) : vload(at)) * vset1(rescale[r]);
+        }
+    for (int64_t from = 0; from < t->last; from += SUB) {
+        const float *base = t->v[from / SUB] + column, *ahead = t->fetch ? t->ahead[from / SUB] : NULL;
+        int64_t first = from > t->first ? from : t->first, last = from + SUB < t->last ? from + SUB : t->last;
+        for (int64_t j = first; j < last; j++) {
+            const float *value = base + (j - from) * d;
+            vf b[8];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) b[v] = lanes < W ? vload_n(value, lanes) : vload(value + v * W);
+            if (ahead) { /* a sub-block of K is d lines: d / SUB of them per token, shared by the column passes */
+                const float *next = ahead + (j - from) * d + column;
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors * W / SUB; v++) __builtin_prefetch(next + v * SUB);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vf a = vset1(weight[r][j]);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            float *at = out + r * d + column + v * W;
+            if (lanes < W) vstore_n(at, acc[r][v], lanes);
+            else vstore(at, acc[r][v]);
+        }
+}
+
+/* Sub-blocks and columns taken at once, so that accumulators fill the registers and short tiles still have
+ * enough chains. */
+#if PB_AVX512
+#define SUBS_OF(rows) 4
+#define VECTORS_OF(rows) 4
+#elif PB_AVX2
+#define SUBS_OF(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define VECTORS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
+#elif PB_NEON
+#define SUBS_OF(rows) ((rows) <= 3 ? 2 : 1)
+#define VECTORS_OF(rows) ((rows) <= 3 ? 8 : 4)
+#else
+#define SUBS_OF(rows) 1
+#define VECTORS_OF(rows) 2
+#endif
+
+INLINE void score_rows(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
+    int sub = 0;
+    for (; sub + SUBS_OF(rows) <= t->subs; sub += SUBS_OF(rows)) scores(q, score, t, d, sub, rows, SUBS_OF(rows));
+    for (; sub < t->subs; sub++) scores(q, score, t, d, sub, rows, 1);
+}
+
+INLINE void value_rows(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
+    int64_t column = 0;
+    for (; column + VECTORS_OF(rows) * W <= d; column += VECTORS_OF(rows) * W)
+        weighted_values(out, weight, rescale, t, d, column, rows, VECTORS_OF(rows), W);
+    for (; column + W <= d; column += W) weighted_values(out, weight, rescale, t, d, column, rows, 1, W);
+    if (column < d) weighted_values(out, weight, rescale, t, d, column, rows, 1, (int)(d - column));
+}
+
+#define ROW_CASES(call) \
+    switch (rows) { \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    case 4: call(4); break; \
+    case 5: call(5); break; \
+    default: call(6); \
+    }
+#if MR < 6
+#undef ROW_CASES
+#define ROW_CASES(call) \
+    switch (rows) { \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    default: call(4); \
+    }
+#endif
+
+static void score_tile(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
+#define CALL(n) score_rows(q, score, t, d, n)
+    ROW_CASES(CALL)
+#undef CALL
+}
+
+static void value_tile(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
+#define CALL(n) value_rows(out, weight, rescale, t, d, n)
+    ROW_CASES(CALL)
+#undef CALL
+}
+
+#endif

@@ -1,0 +1,45 @@
+"""The C kernels as built for several instruction sets; what the machine cannot run is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from paged_backend.kernels.cpu.backend import CpuKernels
+from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, build
+
+
+def _builds() -> dict[str, tuple[str, ...] | None]:
+    builds: dict[str, tuple[str, ...] | None] = {"native": None, "portable": ()}
+    if "AVX" in torch.backends.cpu.get_cpu_capability():
+        builds["avx2"] = ("-mavx2", "-mfma")
+    if Path("/proc/cpuinfo").exists() and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        builds["no-matrix-unit"] = WITHOUT_MATRIX_UNIT
+    return builds
+
+
+@pytest.fixture(scope="session", params=_builds().values(), ids=_builds().keys())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    """One build with one thread; a test that wants more sets ``threads`` through ``threads``."""
+    return CpuKernels(1, build(request.param))
+
+
+@pytest.fixture
+def threads(kernels: CpuKernels):  # type: ignore[no-untyped-def]
+    """Set the number of threads for the length of a test."""
+
+    def use(count: int) -> None:
+        kernels.threads = count
+
+    yield use
+    kernels.threads = 1
+
+
+@pytest.fixture(autouse=True)
+def _torch_on_one_thread():  # type: ignore[no-untyped-def]
+    """The expected values come from many small torch operations, which a second thread only slows down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

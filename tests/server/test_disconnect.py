@@ -1,0 +1,117 @@
+"""Clients that go away, or do not read: nothing of theirs stays, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+
+import pytest
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1000, "ignore_eos": True, "seed": 1}
+
+
+def raw_request(server, body) -> socket.socket:
+    """A connection on which a request was sent and nothing has been read."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.fixture
+def paused(start, until):
+    """A server whose engine takes a step only when it is let: what is in flight stays there."""
+    with start() as server:
+        engine = server.serving.supervisor.link._session.engine
+        gate = threading.Semaphore(0)
+        run = engine._core.runner.run
+
+        def stepwise(works):
+            gate.acquire()
+            return run(works)
+
+        engine._core.runner.run = stepwise
+        server.let = lambda count=1: [gate.release() for _ in range(count)]
+        try:
+            yield server
+        finally:
+            engine._core.runner.run = run
+            server.let(1000)
+            until(lambda: server.idle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_aborted_within_a_step(paused, until, stream):
+    # vllm #9428, #54947; sglang #18701
+    engine = paused.serving.supervisor.link._session.engine
+    connection = raw_request(paused, {**BODY, "stream": stream})
+    until(lambda: engine.stats().num_running == 1)
+    paused.let(3)
+    until(lambda: engine.stats().num_steps == 3)
+    connection.close()
+    until(lambda: paused.serving.client.in_flight == 0)
+    paused.let(1)  # the step that was being computed; there is none after it
+    until(lambda: engine.stats().num_running == 0)
+    assert engine.stats().kv_blocks_used == 0
+    assert engine.stats().num_steps == 4
+
+
+def test_a_client_that_goes_away_while_it_waits_in_the_queue(start, until):
+    with start({"max_num_seqs": 1}) as server:
+        first = raw_request(server, BODY)
+        until(lambda: server.serving.client.in_flight == 1)
+        waiting = [raw_request(server, {**BODY, "stream": i % 2 == 0}) for i in range(6)]
+        until(lambda: server.serving.client.in_flight == 7)
+        for connection in waiting:
+            connection.close()
+        until(lambda: server.serving.client.in_flight <= 1)
+        first.close()
+        until(lambda: server.idle)
+
+
+def test_many_random_disconnects_leave_nothing_and_change_nothing(start, until):
+    rng = random.Random(1)
+    with start() as server:
+        body = {**BODY, "max_tokens": 200}
+        alone = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        texts: list[str] = []
+
+        def stay() -> None:
+            texts.append(server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"])
+
+        threads = [threading.Thread(target=stay) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(60):
+            mine = {**BODY, "stream": rng.random() < 0.5, "n": rng.choice([1, 3]), "seed": rng.randrange(100)}
+            connection = raw_request(server, mine)
+            if rng.random() < 0.7:
+                connection.settimeout(0.02)
+                try:
+                    connection.recv(rng.randrange(1, 4000))
+                except TimeoutError:
+                    pass
+            if rng.random() < 0.5:  # a reset instead of an orderly end
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.close()
+        for thread in threads:
+            thread.join(60)
+        assert texts == [alone] * 4
+        until(lambda: server.idle)
+        server.serving.supervisor.link._session.engine.check()
+
+
+def test_a_reader_that_stops_reading_is_dropped(start, until):
+    with start(slow_reader_timeout=0.3) as server:
+        # answers large enough to fill every buffer between here and there
+        body = {**BODY, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8, "max_tokens": 950}
+        connection = raw_request(server, body)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        until(lambda: server.serving.client.in_flight == 1)
+        until(lambda: server.serving.client.in_flight == 0, 60)
+        until(lambda: not server.server.server_state.connections, 60)
+        connection.close()
+        until(lambda: server.idle)
