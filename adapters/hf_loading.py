@@ -59,8 +59,8 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
         elif checkpoint.generation_config:
             model.generation_config = type(model.generation_config).from_dict(dict(checkpoint.generation_config))
 
-        def load() -> Any:
-            module = load_module(checkpoint, dtype, config=model.config)
+        def load(config: Any) -> Any:  # which must not hold the model: its engine is closed when nothing does
+            module = load_module(checkpoint, dtype, config=config)
             module.config._name_or_path = str(name)
             return module
 

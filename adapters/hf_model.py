@@ -28,13 +28,13 @@ logger = logging.getLogger("paged_backend")
 class Paged:
     """What a paged model has beside its module.
 
-    load: reads the module's weights; None once it has them. rebuild: an engine for the module as it is now.
+    load: the module for a config, its weights read; None once they are. rebuild: an engine for the module as it is now.
     seen: :func:`fingerprint` of the weights that the engine has, None while the module has none.
     """
 
     engine: Engine
     base: type
-    load: Callable[[], Any] | None
+    load: Callable[[Any], Any] | None
     rebuild: Callable[[Any], Engine]
     seen: Fingerprint | None = None
     lock: Any = field(default_factory=threading.RLock)
@@ -265,7 +265,7 @@ class PagedGeneration:
             logger.info("loading the weights of %s as a torch module beside the engine's", type(self).__name__)
             load, paged.load = paged.load, None
             try:
-                module = load()
+                module = load(self.config)  # type: ignore[attr-defined]
             except BaseException:
                 paged.load = load
                 raise
@@ -324,9 +324,13 @@ class PagedGeneration:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or a pickle of it is a plain transformers model: an engine cannot be copied."""
-        twin = self._plain()
-        object.__setattr__(twin, "__dict__", {k: v for k, v in self.__dict__.items() if k != "_paged"})
-        return twin.__reduce_ex__(protocol)
+        self._materialise()
+        state = {name: value for name, value in self.__dict__.items() if name != "_paged"}
+        return _blank, (self._paged.base,), state
+
+
+def _blank(base: type) -> Any:
+    return base.__new__(base)
 
 
 def paged_class(base: type) -> type:

@@ -219,10 +219,11 @@ class GrammarState:
         Changes nothing that a second call would notice: a failed step may be sampled again.
         """
         self._wait()
-        if token in self._stop_ids:
+        ends = token in self._stop_ids
+        if ends and self._matcher.is_accepting():
             return token
         tight = self._path is not None and 0 < len(self._path) >= self._remaining
-        path = None if tight else self._path_behind(token)
+        path = None if tight or ends else self._path_behind(token)
         if path is None and self._path is not None:
             if self._path:
                 token, path = self._path[0], self._path[1:]

@@ -11,6 +11,14 @@ FORMATS = frozenset(
         "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
     }
 )  # fmt: skip
+# dates that exist, which the compiler's own grammars for these two do not insist on (they know a 30th of February)
+_LEAP = "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
+_DATE = (
+    "(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _OBJECT_RULES = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -29,8 +37,11 @@ def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
     nodes = list(_nodes(prepared))
     merges = any(_merges(node) for node in nodes)
     for node in nodes:
-        if isinstance(node.get("format"), str) and node["format"] not in FORMATS:
+        kind = node.get("format")
+        if isinstance(kind, str) and kind not in FORMATS:
             del node["format"]
+        elif isinstance(kind, str) and kind in _PATTERNS and "pattern" not in node:
+            node["pattern"] = _PATTERNS[node.pop("format")]
         if not merges and node.get("properties") and not any(rule in node for rule in _OBJECT_RULES):
             node["additionalProperties"] = False
     return prepared

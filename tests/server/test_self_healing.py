@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 
 import openai
 import pytest
@@ -39,7 +40,7 @@ def requests(count: int) -> list[dict]:
     return made
 
 
-async def stream(client: openai.AsyncOpenAI, body: dict, progress: list[int]) -> list:
+async def stream(client: openai.AsyncOpenAI, body: dict) -> list:
     """[text, tokens, logprobs, finish reason] per choice."""
     choices = [["", [], [], None] for _ in range(body.get("n", 1))]
     async for chunk in await client.chat.completions.create(**body, stream=True):
@@ -49,7 +50,6 @@ async def stream(client: openai.AsyncOpenAI, body: dict, progress: list[int]) ->
             found[1] += getattr(choice, "token_ids", None) or []
             found[2] += [(item.token, item.logprob) for item in (choice.logprobs.content if choice.logprobs else [])]
             found[3] = choice.finish_reason or found[3]
-            progress[0] += 1
     return choices
 
 
@@ -64,16 +64,24 @@ def engine_pid(server) -> int:
     return server.serving.supervisor.link.pid
 
 
-def run_all(server, bodies, disturb=None):
+def strike(server, blow: signal.Signals, streams: int, tokens: int) -> None:
+    """Send ``blow`` to the engine as soon as that many streams have got that many tokens each."""
+    client, receive = server.serving.client, server.serving.client.receive
+
+    def watch(message) -> None:
+        receive(message)
+        begun = [ticket for ticket in client._tickets.values() if ticket.num_output_tokens >= tokens]
+        if len(begun) >= streams:
+            del client.receive
+            os.kill(engine_pid(server), blow)
+
+    client.receive = watch
+
+
+def run_all(server, bodies) -> list:
     async def main():
-        progress = [0]
         async with server.async_client(timeout=120) as client:
-            tasks = [asyncio.ensure_future(stream(client, body, progress)) for body in bodies]
-            for after, action in disturb or ():
-                while progress[0] < after and not all(task.done() for task in tasks):
-                    await asyncio.sleep(0.002)
-                action()
-            return await asyncio.gather(*tasks)
+            return await asyncio.gather(*[stream(client, body) for body in bodies])
 
     return asyncio.run(main())
 
@@ -83,12 +91,8 @@ def test_kill_9_during_32_streams_changes_no_token(process_server, until):
     bodies = requests(32)
     undisturbed = run_all(server, bodies)
     before, pid = server.serving.supervisor.restarts, engine_pid(server)
-
-    def kill() -> None:
-        assert server.serving.client.in_flight > 20
-        os.kill(engine_pid(server), signal.SIGKILL)
-
-    assert run_all(server, bodies, [(400, kill)]) == undisturbed
+    strike(server, signal.SIGKILL, 32, 5)
+    assert run_all(server, bodies) == undisturbed
     assert server.serving.supervisor.restarts == before + 1
     assert engine_pid(server) != pid
     until(lambda: server.idle)
@@ -96,13 +100,36 @@ def test_kill_9_during_32_streams_changes_no_token(process_server, until):
 
 
 @pytest.mark.slow
-def test_an_engine_that_stalls_is_replaced(process_server, until):
+def test_a_second_and_third_kill_while_it_recovers(process_server, until):
     server = process_server
-    bodies = [{**body, "max_tokens": 900} for body in requests(6)]
+    bodies = [{**body, "max_tokens": 400} for body in requests(8)]
     undisturbed = run_all(server, bodies)
     before = server.serving.supervisor.restarts
-    stop = lambda: os.kill(engine_pid(server), signal.SIGSTOP)  # noqa: E731
-    assert run_all(server, bodies, [(60, stop)]) == undisturbed
+
+    def again(restarts: int) -> bool:
+        return server.serving.supervisor.restarts == restarts and server.serving.supervisor.state == "ok"
+
+    def keep_striking() -> None:
+        strike(server, signal.SIGKILL, 4, 20)
+        until(lambda: again(before + 1), 60)
+        strike(server, signal.SIGKILL, 1, 60)
+
+    thread = threading.Thread(target=keep_striking)
+    thread.start()
+    assert run_all(server, bodies) == undisturbed
+    thread.join()
+    assert server.serving.supervisor.restarts == before + 2
+    until(lambda: server.idle)
+
+
+@pytest.mark.slow
+def test_an_engine_that_stalls_is_replaced(process_server, until):
+    server = process_server
+    bodies = [{**body, "max_tokens": 400} for body in requests(6)]
+    undisturbed = run_all(server, bodies)
+    before = server.serving.supervisor.restarts
+    strike(server, signal.SIGSTOP, 4, 10)
+    assert run_all(server, bodies) == undisturbed
     assert server.serving.supervisor.restarts == before + 1
     until(lambda: server.idle)
 
@@ -115,10 +142,8 @@ def test_whole_answers_and_new_requests_survive_too(process_server, until):
         async with server.async_client(timeout=120) as client:
             bodies = [{**body, "max_tokens": 400} for body in requests(4)]
             expected = [await client.chat.completions.create(**body) for body in bodies]
+            strike(server, signal.SIGKILL, 3, 10)
             tasks = [asyncio.ensure_future(client.chat.completions.create(**body)) for body in bodies]
-            while not server.serving.client.num_output_tokens or server.serving.client.in_flight < 4:
-                await asyncio.sleep(0.002)
-            os.kill(engine_pid(server), signal.SIGKILL)
             while server.serving.supervisor.state == "ok":
                 await asyncio.sleep(0.002)
             assert server.serving.health == "restarting"
@@ -136,18 +161,15 @@ def test_whole_answers_and_new_requests_survive_too(process_server, until):
 def test_prompt_logprobs_and_echo_survive(process_server):
     server = process_server
 
-    async def main(kill: bool):
+    async def main():
         async with server.async_client(timeout=120) as client:
-            body = dict(model="m", prompt=["the fox", "a dog"], echo=True, logprobs=2, max_tokens=300, seed=3)
-            task = asyncio.ensure_future(client.completions.create(**body, extra_body={"ignore_eos": True}))
-            if kill:
-                start = server.serving.client.num_output_tokens
-                while server.serving.client.num_output_tokens < start + 40:
-                    await asyncio.sleep(0.001)
-                os.kill(engine_pid(server), signal.SIGKILL)
-            return (await task).choices
+            options = {"model": "m", "prompt": ["the fox", "a dog"], "echo": True, "logprobs": 2, "seed": 3}
+            extra = {"ignore_eos": True}
+            return (await client.completions.create(**options, max_tokens=300, extra_body=extra)).choices
 
-    assert asyncio.run(main(True)) == asyncio.run(main(False))
+    undisturbed = asyncio.run(main())
+    strike(server, signal.SIGKILL, 2, 10)
+    assert asyncio.run(main()) == undisturbed
 
 
 @pytest.mark.slow
