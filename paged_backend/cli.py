@@ -11,6 +11,7 @@ from paged_backend.commands.bench import app as bench
 from paged_backend.commands.chat import chat
 from paged_backend.commands.doctor import doctor
 from paged_backend.commands.run import run
+from paged_backend.commands.serve import serve
 
 app = typer.Typer(
     name="paged-backend",
@@ -39,6 +40,7 @@ def _root(
 
 app.command("run")(run)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("doctor")(doctor)
 app.add_typer(bench, name="bench")
 

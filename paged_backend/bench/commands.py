@@ -65,12 +65,15 @@ def step(
     lines = [["ms per step", *(f"{p.running} running" for p in profiles)]]
     for name in PARTS:
         lines.append([name, *(f"{p.parts[name]:.3f}" for p in profiles)])
-    lines.append(["step", *(f"{p.wall_ms:.3f}" for p in profiles)])
+    lines.append(["step", *(f"{p.total_ms:.3f}" for p in profiles)])
     lines.append(["outside kernels", *(f"{p.outside:.1%}" for p in profiles)])
     lines.append(["outside C code", *(f"{p.outside_c:.1%}" for p in profiles)])
     typer.echo(_aligned(lines))
     if json is not None:
-        data = [{**asdict(p), "outside": p.outside, "outside_c": p.outside_c} for p in profiles]
+        data = [
+            {**asdict(p), "total_ms": p.total_ms, "outside": p.outside, "outside_c": p.outside_c}
+            for p in profiles
+        ]
         json.write_text(json_module.dumps(data, indent=1), encoding="utf-8")
 
 

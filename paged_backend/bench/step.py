@@ -1,16 +1,18 @@
 """Where the time of one decode step goes: inside kernels, and outside of them part by part.
 
-The engine is the real one, with its two threads; timers are laid around its parts. What the output thread does (text,
-waking readers) has no row of its own: on one core it takes its time from whatever part runs then.
+The engine is the real one, with its two threads; marks are set where its parts begin and end. Every decode step of the
+same requests passes the same marks, so the time between two marks is compared over the steps and its lower quartile is
+taken: a stretch in which the machine did something else is left out.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 PARTS = (
@@ -25,68 +27,8 @@ PARTS = (
     "other",
 )
 """``kernel calls``: allocating outputs and passing pointers around the C code; with the torch kernels everything is
-there. ``forward``: the decoder's own Python. ``update``: appending tokens, retiring, statistics. ``other``: between
-two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Median milliseconds of each part over the fastest quarter of the steps (those that the machine disturbed least),
-    for ``running`` decodes."""
-
-    running: int
-    steps: int
-    wall_ms: float
-    parts: dict[str, float]
-
-    @property
-    def outside(self) -> float:
-        """Share of the step that is neither C code nor the calls around it."""
-        return 1 - (self.parts["C code"] + self.parts["kernel calls"]) / self.wall_ms
-
-    @property
-    def outside_c(self) -> float:
-        """The same, with the calls around the C code counted as outside."""
-        return 1 - self.parts["C code"] / self.wall_ms
-
-
-class Timers:
-    """Seconds spent under each name, outermost call only where a name calls itself."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._depth: dict[str, int] = {}
-
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        seconds, depth, clock = self.seconds, self._depth, time.perf_counter
-        seconds.setdefault(name, 0.0)
-        depth.setdefault(name, 0)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if depth[name]:
-                return function(*args, **kwargs)
-            depth[name] = 1
-            start = clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[name] += clock() - start
-                depth[name] = 0
-
-        return timed
-
-
-class _TimedLibrary:
-    """A ctypes library whose functions are timed."""
-
-    def __init__(self, library: Any, timers: Timers) -> None:
-        self._library, self._timers = library, timers
-
-    def __getattr__(self, name: str) -> Any:
-        timed = self._timers.wrap("C code", getattr(self._library, name))
-        setattr(self, name, timed)  # found directly from now on
-        return timed
-
+there. ``forward``: the decoder's own Python. ``update``: appending tokens, retiring, statistics. ``other``: between two
+steps."""
 
 _OPERATIONS = (
     "linear", "embedding", "rms_norm", "add_rms_norm", "rotary_and_cache", "plan", "paged_attention", "act_and_mul",
@@ -94,15 +36,115 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Milliseconds of each part in a step of ``running`` decodes; ``steps`` were measured."""
+
+    running: int
+    steps: int
+    parts: dict[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def outside(self) -> float:
+        """Share of the step that is neither C code nor the calls around it."""
+        return 1 - (self.parts["C code"] + self.parts["kernel calls"]) / self.total_ms
+
+    @property
+    def outside_c(self) -> float:
+        """The same, with the calls around the C code counted as outside."""
+        return 1 - self.parts["C code"] / self.total_ms
+
+
+class Marks:
+    """A list of (time, part that runs from then on), written by the functions that ``wrap`` returns."""
+
+    def __init__(self) -> None:
+        self.list: list[tuple[float, str]] = []
+        self.steps: list[tuple[int, int]] = []
+        """(index of the first mark, number of requests; 0 if not all of them decoded)."""
+        self._stack = ["other"]
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        marks, stack, clock = self.list, self._stack, time.perf_counter
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            stack.append(part)
+            marks.append((clock(), part))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                stack.pop()
+                marks.append((clock(), stack[-1]))
+
+        return marked
+
+    def wrap_step(self, core: Any) -> Callable[[], Any]:
+        """``core.step``, noting where each step begins and how many requests it decoded."""
+        step, stats = self.wrap("update", core.step), core.scheduler.stats
+
+        def noted() -> Any:
+            first, before = len(self.list), stats.scheduled_tokens
+            updates = step()
+            self.steps.append((first, len(updates) if stats.scheduled_tokens - before == len(updates) else 0))
+            return updates
+
+        return noted
+
+    def clear(self) -> None:
+        self.list.clear()
+        self.steps.clear()
+
+    def profile(self, running: int) -> StepProfile:
+        """From what was noted. Raises ValueError if ``running`` requests never decoded together."""
+        found: list[tuple[tuple[str, ...], list[float]]] = []
+        for (first, count), (last, _) in itertools.pairwise(self.steps):
+            if count == running:
+                marks = self.list[first : last + 1]
+                parts = tuple(part for _, part in marks[:-1])
+                found.append((parts, [b[0] - a[0] for a, b in itertools.pairwise(marks)]))
+        if not found:
+            raise ValueError(f"{running} requests never ran together: raise max_num_seqs or the KV pool")
+        usual = Counter(parts for parts, _ in found).most_common(1)[0][0]
+        spans = list(zip(*(times for parts, times in found if parts == usual)))
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for part, times in zip(usual, spans):
+            seconds[part] += sorted(times)[len(times) // 4]
+        return StepProfile(running, len(spans[0]), {part: 1000 * value for part, value in seconds.items()})
+
+
+class _MarkedLibrary:
+    """A ctypes library whose functions are marked."""
+
+    def __init__(self, library: Any, marks: Marks) -> None:
+        self._library, self._marks = library, marks
+
+    def __getattr__(self, name: str) -> Any:
+        marked = self._marks.wrap("C code", getattr(self._library, name))
+        setattr(self, name, marked)  # found directly from now on
+        return marked
+
+
 def profile_steps(
-    model: str, running: list[int], steps: int = 50, context: int = 128, **options: Any
+    model: str, running: Sequence[int], steps: int = 50, context: int = 128, **options: Any
 ) -> list[StepProfile]:
-    """Profile ``steps`` decode steps for each number of ``running`` requests; contexts begin at ``context`` tokens.
+    """Profile about ``steps`` decode steps of each number of ``running`` requests, contexts from ``context`` tokens on.
+
 
     options: fields of ``EngineConfig``. Raises ValueError for a number of steps or requests that cannot be measured.
     """
-    if steps < 3 or any(n < 1 for n in running):
-        raise ValueError("steps must be at least 3 and running requests at least 1")
+    if steps < 4 or any(n < 1 for n in running):
+        raise ValueError("steps must be at least 4 and running requests at least 1")
+    marks = Marks()
+    with _marked_engine(model, options, marks) as engine:
+        return [_profile(engine, marks, count, steps, context) for count in running]
+
+
+def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
+    """An engine put together as ``build_engine`` does, with marks around its parts."""
     import torch
 
     from paged_backend.cache.manager import CacheManager
@@ -120,100 +162,39 @@ def profile_steps(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels: Any = select_kernels(config.kernels, config.threads)
-    timers = Timers()
-    timers.wrap("C code", lambda: None)  # a row of zeros where there is no C library
     if hasattr(kernels, "_lib"):
-        kernels._lib = _TimedLibrary(kernels._lib, timers)
-    for name in _OPERATIONS:
-        setattr(kernels, name, timers.wrap("kernels", getattr(kernels, name)))
+        kernels._lib = _MarkedLibrary(kernels._lib, marks)
     loaded = load_model(config, kernels)
-    blocks = pool_blocks(
-        config, loaded.max_model_len, ModelRunner.block_bytes(loaded.spec, config.block_size)
-    )
-    runner: Any = ModelRunner(loaded.decoder, kernels, config.num_blocks or blocks, config.block_size)
-    cache = CacheManager(
-        config.num_blocks or blocks,
-        config.block_size,
-        sliding_window(loaded.spec),
-        config.enable_prefix_caching,
-    )
+    for name in _OPERATIONS:
+        setattr(kernels, name, marks.wrap("kernel calls", getattr(kernels, name)))
+    size, window = config.block_size, sliding_window(loaded.spec)
+    block_bytes = ModelRunner.block_bytes(loaded.spec, size)
+    blocks = config.num_blocks or pool_blocks(config, loaded.max_model_len, block_bytes)
+    runner: Any = ModelRunner(loaded.decoder, kernels, blocks, size)
+    cache = CacheManager(blocks, size, window, config.enable_prefix_caching)
     scheduler: Any = Scheduler(
         cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     core: Any = EngineCore(runner, cache, scheduler, loaded.max_model_len)
-    scheduler.schedule = timers.wrap("schedule", scheduler.schedule)
-    core._work = timers.wrap("build work", core._work)
-    runner.model.forward = timers.wrap("forward", runner.model.forward)
-    runner.sampler.sample = timers.wrap("sampler", runner.sampler.sample)
-    runner.run = timers.wrap("run", runner.run)
-    record = _Recorder(core, timers)
-    core.step = record.step
-    tokenizer = load_tokenizer(loaded.tokenizer_source, loaded.checkpoint)
-    with Engine(core, tokenizer, config) as engine:
-        return [_profile(engine, record, count, steps, context) for count in running]
+    scheduler.schedule = marks.wrap("schedule", scheduler.schedule)
+    core._work = marks.wrap("build work", core._work)
+    runner.model.forward = marks.wrap("forward", runner.model.forward)
+    runner.sampler.sample = marks.wrap("sampler", runner.sampler.sample)
+    runner.run = marks.wrap("build batch", runner.run)
+    core.step = marks.wrap_step(core)
+    return Engine(core, load_tokenizer(loaded.tokenizer_source, loaded.checkpoint), config)
 
 
-_Note = tuple[int, float, float, dict[str, float]]
-
-
-class _Recorder:
-    """Notes of every step: the requests if all of them decoded (else 0), begin, end, and the timers at its end."""
-
-    def __init__(self, core: Any, timers: Timers) -> None:
-        self._core, self._timers, self._step = core, timers, core.step
-        self.rows: list[_Note] = []
-
-    def step(self) -> Any:
-        before = self._core.scheduler.stats.scheduled_tokens
-        begin = time.perf_counter()
-        updates = self._step()
-        end = time.perf_counter()
-        count = len(updates)
-        pure = self._core.scheduler.stats.scheduled_tokens - before == count
-        self.rows.append((count if pure else 0, begin, end, dict(self._timers.seconds)))
-        return updates
-
-
-def _profile(engine: Any, record: _Recorder, running: int, steps: int, context: int) -> StepProfile:
-    import random
-
+def _profile(engine: Any, marks: Marks, running: int, steps: int, context: int) -> StepProfile:
     from paged_backend.sampling_params import SamplingParams
 
-    record.rows.clear()
     rng = random.Random(running)
     vocab = engine.tokenizer.vocab_size
     prompts = [{"prompt_token_ids": [rng.randrange(vocab) for _ in range(context)]} for _ in range(running)]
     # the first requests begin to decode while the last ones are still prefilled
-    spare = -(-running * context // engine.config.max_num_batched_tokens) + 8
+    spare = -(-running * context // engine.config.max_num_batched_tokens) + 2
     params = SamplingParams(temperature=0, max_tokens=steps + spare, ignore_eos=True)
+    engine.call(marks.clear)
     for handle in engine.submit_many(prompts, [params] * running):
         handle.result()
-    found = []
-    for previous, current in itertools.pairwise(record.rows):
-        if previous[0] == running and current[0] == running:
-            found.append(_split(previous, current))
-    if not found:
-        raise ValueError(f"{running} requests never ran together: raise max_num_seqs or the KV pool")
-    found.sort(key=lambda parts: parts["step"])
-    quiet = found[: max(3, len(found) // 4)]
-    parts = {name: 1000 * median(p[name] for p in quiet) for name in ("step", *PARTS)}
-    return StepProfile(running, len(quiet), parts.pop("step"), parts)
-
-
-def _split(previous: _Note, current: _Note) -> dict[str, float]:
-    """Seconds of each part, from the end of one step to the end of the next, so that what lies between is counted."""
-    _, begin, end, timers = current
-    used = {name: seconds - previous[3].get(name, 0.0) for name, seconds in timers.items()}
-    wall, inside = end - previous[2], end - begin
-    return {
-        "step": wall,
-        "C code": used["C code"],
-        "kernel calls": used["kernels"] - used["C code"],
-        "schedule": used["schedule"],
-        "build work": used["build work"],
-        "build batch": used["run"] - used["forward"] - used["sampler"],
-        "forward": used["forward"] - used["kernels"],
-        "sampler": used["sampler"],
-        "update": inside - used["run"] - used["schedule"] - used["build work"],
-        "other": wall - inside,
-    }
+    return engine.call(lambda: marks.profile(running))

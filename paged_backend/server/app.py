@@ -44,7 +44,8 @@ def create_app(
     """An ASGI application that serves one model; its engine lives as long as the application's lifespan.
 
     link: where the engine runs; by default as ``config`` says. drop: closes the connection of a client, given its
-    address. on_failed: called when the engine is gone for good.
+    address. on_failed: called when the engine is gone for good. :func:`open_serving` may be called before the lifespan
+    begins; the supervisor is then closed by the caller.
     """
     config = config or ServerConfig()
     if link is None:
@@ -63,6 +64,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if supervisor.state != "starting":
+            yield  # whoever has opened it closes it
+            return
         await open_serving(serving)
         try:
             yield

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ModelLoadError
+from paged_backend.errors import ModelLoadError, PagedBackendError
 from paged_backend.server.protocol import HEADER, Message, pack, unpack
 
 Deliver = Callable[[Message], None]
@@ -21,7 +21,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds an engine process gets to end by itself."""
 
 
-class EngineLostError(Exception):
+class EngineLostError(PagedBackendError):
     """The engine process ended, or closed its line."""
 
 

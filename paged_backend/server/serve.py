@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from paged_backend.config import EngineConfig
-from paged_backend.server.app import create_app
+from paged_backend.server.app import create_app, open_serving
 from paged_backend.server.config import ServerConfig
 from paged_backend.server.gate import LogFormat
 from paged_backend.server.serving import Serving
@@ -90,7 +89,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Serve until a signal comes; returns the exit status: 0, or 1 if the engine is gone for good."""
+    """Serve until a signal comes; returns the exit status: 0, or 1 if the engine is gone for good.
+
+    Raises what kept the model from being opened.
+    """
     _set_up_logging(config)
     connections = Connections()
     failed = False
@@ -102,8 +104,16 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
     app = create_app(engine_config, config, drop=connections.drop, on_failed=on_failed)
     server = DrainingServer(uvicorn_config(app, config, connections), app.state.serving)
-    server.run()
+    asyncio.run(_run(server, app.state.serving))
     return 1 if failed or not server.started else 0
+
+
+async def _run(server: DrainingServer, serving: Serving) -> None:
+    await open_serving(serving)
+    try:
+        await server.serve()
+    finally:
+        await serving.supervisor.close()
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
@@ -128,6 +138,3 @@ def _set_up_logging(config: ServerConfig) -> None:
         log.setLevel(logging.INFO)
         log.handlers = [handler]
         log.propagate = False
-
-
-__all__ = ["Connections", "DrainingServer", "serve", "signal", "uvicorn_config"]

@@ -29,7 +29,7 @@ def main(fd: int) -> None:
     try:
         engine = _open(options["config"])
     except Exception as error:
-        line.sendall(pack({"t": "failed", "message": f"{type(error).__name__}: {error}"}))
+        line.sendall(pack({"t": "failed", "message": str(error) or type(error).__name__}))
         return
     from paged_backend.server.session import EngineSession
 
