@@ -113,7 +113,7 @@ def load_tokenizer(name: str, model: Any = None, **options: Any) -> Any:
 
     found = model.engine.tokenizer if model is not None else load_tokenizer(name)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=found.backend, clean_up_tokenization_spaces=False, **found.named_tokens
+        tokenizer_object=found.backend, clean_up_tokenization_spaces=False, name_or_path=name, **found.named_tokens
     )
     made.chat_template = found.templates if len(found.templates) > 1 else found.chat_template
     return made

@@ -6,7 +6,9 @@ output row depends on its own input row only and is reduced in one fixed order, 
 on what else is in the batch (the reference backend keeps this only as far as torch's own GEMM does).
 
 KV cache of one layer: ``key`` [num_blocks, G, D, block_size] (a token is a column, so that scores of a block are
-computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D].
+computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D]. Both are float32, or both bfloat16: half
+the memory and half the bytes that decode attention reads, keys and values rounded to nearest even when written. Math is
+float32 either way.
 """
 
 from __future__ import annotations
@@ -140,13 +142,19 @@ class Kernels(ABC):
         """Copy whole blocks (source, destination) in every layer; used by copy-on-write."""
 
     def empty_cache(
-        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
         """KV cache of a model. Memory is reserved only; the operating system commits a page when it is written."""
         return [
             LayerCache(
-                torch.empty(num_blocks, num_kv_heads, head_dim, block_size),
-                torch.empty(num_blocks, num_kv_heads, block_size, head_dim),
+                torch.empty(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype),
+                torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype),
             )
             for _ in range(num_layers)
         ]

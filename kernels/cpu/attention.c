@@ -12,37 +12,41 @@
  * segments of SEGMENT tokens whose partial results are merged in order, always, whether or not threads share
  * the segments of one item.
  *
+ * A cache of bf16 is widened, which is exact: in registers for few rows, else once per key tile for all rows.
+ *
  * Memory behind the last token of a sequence may hold anything: scores there are replaced, V there is not
  * read.
  */
 #include "attention_tile.h"
+#include "softmax.h"
 #include "threads.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 enum {
     QUERIES = 16,  /* queries of a work item */
-    ROWS = 48,     /* rows handled at once */
     SEGMENT = 512, /* tokens of a segment, a multiple of KEYS */
 };
 
 typedef struct {
-    const float *q, *key_cache, *value_cache, *sinks;
+    const float *q, *sinks;
+    const char *key_cache, *value_cache;
     float *out;
     const int32_t *query_start_loc, *seq_lens, *block_table, *tiles;
     int64_t table_width, q_stride, heads, kv_heads, d, block_size, window;
-    float scale, softcap;
+    float scale, softcap; /* scale: of q, with log2(e) in it unless scores are capped first */
+    int bf16;             /* kind of the cache; else float */
     int64_t segments; /* 0: an item does all segments of its context; else the number that items are split into */
     float *partial;   /* [tile][kv head][row][segment][d + 2] then: output, maximum, sum */
 } attention_job;
 
 /* Working memory of a thread: one item's rows. */
 typedef struct {
-    float *q, *out, *total; /* [ROWS][d] each */
-    float *k, *v;           /* [SUBS][d][SUB], [KEYS][d]: a key tile copied together from blocks of less than SUB tokens */
-    float score[ROWS][KEYS];
-    float maximum[ROWS], sum[ROWS], rescale[ROWS], total_maximum[ROWS], total_sum[ROWS];
+    softmax_rows soft;
+    float next[ROWS], sum[ROWS], total_maximum[ROWS], total_sum[ROWS];
+    int32_t width[ROWS], position[ROWS]; /* tokens of the key tile that are scored; position in the sequence */
+    float *q, *out, *total;              /* [ROWS][d] each */
+    float *k, *v;                        /* [SUBS][d][SUB], [KEYS][d]: a key tile that is copied together */
 } scratch;
 
 static scratch *item_scratch(int64_t d) {
@@ -56,131 +60,117 @@ static scratch *item_scratch(int64_t d) {
     return s;
 }
 
-INLINE float exp_of(float x) { return vexp(vset1(x))[0]; }
-
-/* Turn a row's scores into weights. It sees tokens [first, last) of the tile; [0, width) are written. */
-static void softmax_row(scratch *s, int r, int first, int last, int width, float softcap) {
-    float *row = s->score[r];
-    s->rescale[r] = 1.0f;
-    if (first >= last) {
-        memset(row, 0, 4 * (size_t)width);
-        return;
-    }
-    vf top = vset1(-INFINITY);
-    for (int i = 0; i < width; i += W) {
-        vi lane = vlanes() + i;
-        vf x = vload(row + i);
-        if (softcap > 0.0f) x = softcap * vtanh(x / softcap);
-        x = vselect((lane >= first) & (lane < last), x, vset1(-INFINITY));
-        vstore(row + i, x);
-        top = vmax(top, x);
-    }
-    float before = s->maximum[r], maximum = vmaximum(top);
-    if (before > maximum) maximum = before;
-    vf sum = {};
-    for (int i = 0; i < width; i += W) {
-        vf x = vexp(vload(row + i) - maximum);
-        vstore(row + i, x);
-        sum += x;
-    }
-    float rescale = before == maximum ? 1.0f : exp_of(before - maximum);
-    s->rescale[r] = rescale;
-    s->maximum[r] = maximum;
-    s->sum[r] = s->sum[r] * rescale + vsum(sum);
-}
-
-/* (out, maximum, sum) += (part, part_maximum, part_sum): two softmax parts become one. */
-static void merge(float *out, float *maximum, float *sum, const float *part, float part_maximum, float part_sum,
-                  int64_t d) {
-    if (part_sum == 0.0f) return; /* a segment of which the row sees nothing */
-    float top = *maximum > part_maximum ? *maximum : part_maximum;
-    float mine = exp_of(*maximum - top), theirs = exp_of(part_maximum - top);
-    for (int64_t i = 0; i < d; i += W) {
-        int n = d - i < W ? (int)(d - i) : W;
-        vstore_n(out + i, vfma(vload_n(part + i, n), vset1(theirs), vload_n(out + i, n) * mine), n);
-    }
-    *sum = vfma(vset1(part_sum), vset1(theirs), vset1(*sum * mine))[0];
-    *maximum = top;
-}
-
-/* Divide by the sum, with the sink's share if there is one, and store the row. */
-static void finish_row(const attention_job *job, float *out, const float *row, float maximum, float sum, int64_t head) {
-    float scale = 1.0f;
-    if (job->sinks) {
-        float sink = job->sinks[head], top = maximum > sink ? maximum : sink;
-        scale = exp_of(maximum - top);
-        sum = sum * scale + exp_of(sink - top);
-    }
-    scale /= sum;
-    for (int64_t i = 0; i < job->d; i++) out[i] = row[i] * scale;
-}
-
-/* K and V of the sub-block that holds token ``position`` (a multiple of SUB). */
-INLINE void locate(const attention_job *job, const int32_t *table, int64_t position, int64_t g, const float **k,
-                   const float **v) {
-    int64_t block = table[position / job->block_size], offset = position % job->block_size;
-    int64_t base = (block * job->kv_heads + g) * job->d * job->block_size;
-    *k = job->key_cache + base + offset;
-    *v = job->value_cache + base + offset * job->d;
-}
-
-/* The same for blocks shorter than a sub-block: copy tokens [start, end) together. */
-static void gather_tile(const attention_job *job, scratch *s, const int32_t *table, int64_t g, int64_t start,
-                        int64_t end, key_tile *t) {
-    int64_t size = job->block_size, d = job->d;
-    for (int64_t j = start; j < end; j++) {
-        int64_t base = ((int64_t)table[j / size] * job->kv_heads + g) * d * size;
-        float *k = s->k + (j - start) / SUB * SUB * d + (j - start) % SUB;
-        for (int64_t i = 0; i < d; i++) k[i * SUB] = job->key_cache[base + i * size + j % size];
-        memcpy(s->v + (j - start) * d, job->value_cache + base + j % size * d, 4 * (size_t)d);
-    }
-    for (int i = 0; i < t->subs; i++) t->k[i] = s->k + i * SUB * d, t->v[i] = s->v + i * SUB * d;
-    t->k_stride = SUB;
-}
-
 /* Rows of the scratch: query and head of row r follow from ``row + r``. */
 typedef struct {
     const int32_t *table;
-    int64_t g, group, row, position, low; /* position: of row 0 of the item; low: first token that any row sees */
+    int64_t g, group, row, low; /* low: first token that any row sees */
     int rows;
 } row_range;
+
+/* First element of K or V of the head in the block that holds token ``position``. */
+INLINE int64_t block_start(const attention_job *job, const row_range *range, int64_t position) {
+    return (range->table[position / job->block_size] * job->kv_heads + range->g) * job->d * job->block_size;
+}
+
+/* Point at the sub-blocks of the key tile that begins at token ``start``, and at those of the next one. */
+static void locate_tile(const attention_job *job, const row_range *range, int64_t start, int64_t end, key_tile *t) {
+    int64_t size = t->bf16 ? 2 : 4;
+    for (int i = 0; i < SUBS && start + i * SUB < end; i++) {
+        int64_t position = start + i * SUB, offset = position % job->block_size;
+        int64_t block = block_start(job, range, position), later = position + KEYS;
+        t->k[i] = job->key_cache + (block + offset) * size;
+        t->v[i] = job->value_cache + (block + offset * job->d) * size;
+        if (later < end)
+            t->ahead[i] = job->key_cache + (block_start(job, range, later) + later % job->block_size) * size;
+    }
+}
+
+INLINE void use_copy(scratch *s, key_tile *t, int64_t d) {
+    for (int i = 0; i < SUBS; i++) t->k[i] = (char *)(s->k + i * SUB * d), t->v[i] = (char *)(s->v + i * SUB * d);
+    t->k_stride = SUB;
+    t->bf16 = t->fetch = 0;
+}
+
+/* The same for blocks shorter than a sub-block: copy tokens [start, end) together. */
+static void gather_tile(const attention_job *job, scratch *s, const row_range *range, int64_t start, int64_t end,
+                        key_tile *t) {
+    int64_t size = job->block_size, d = job->d;
+    const float *keys = (const float *)job->key_cache, *values = (const float *)job->value_cache;
+    const uint16_t *half_keys = (const uint16_t *)keys, *half_values = (const uint16_t *)values;
+    for (int64_t j = start; j < end; j++) {
+        int64_t from = block_start(job, range, j) + j % size, from_v = from + j % size * (d - 1);
+        float *k = s->k + (j - start) / SUB * SUB * d + (j - start) % SUB, *v = s->v + (j - start) * d;
+        for (int64_t i = 0; i < d; i++) {
+            k[i * SUB] = t->bf16 ? bf16_to_float(half_keys[from + i * size]) : keys[from + i * size];
+            v[i] = t->bf16 ? bf16_to_float(half_values[from_v + i]) : values[from_v + i];
+        }
+    }
+    use_copy(s, t, d);
+}
+
+/* Widen ``subs`` sub-blocks of bf16 for rows that take several passes over them. */
+static void widen_tile(scratch *s, key_tile *t, int64_t d, int subs) {
+    for (int i = 0; i < subs; i++) {
+        const uint16_t *k = (const uint16_t *)t->k[i], *v = (const uint16_t *)t->v[i];
+        for (int64_t j = 0; j < d; j++) {
+            float *to = s->k + (i * d + j) * SUB, *to_v = s->v + (i * d + j) * SUB;
+            for (int x = 0; x < SUB; x += W) {
+                vstore(to + x, vload_bf16(k + j * t->k_stride + x));
+                vstore(to_v + x, vload_bf16(v + j * SUB + x));
+            }
+            if (t->ahead[i]) __builtin_prefetch(t->ahead[i] + j * SUB * 2);
+        }
+    }
+    use_copy(s, t, d);
+}
+
+/* Tokens [first, last) of the key tile at ``start`` that rows ``from`` .. ``to - 1`` see; none: last = 0. */
+INLINE void view(const attention_job *job, const scratch *s, int64_t start, int64_t end, int from, int to, int *first,
+                 int *last) {
+    int64_t low = job->window ? s->position[from] - job->window + 1 - start : 0;
+    int64_t high = (s->position[to - 1] + 1 < end ? s->position[to - 1] + 1 : end) - start;
+    *first = low > 0 ? (int)(low < KEYS ? low : KEYS) : 0;
+    *last = high < KEYS ? (int)high : KEYS;
+    if (*last <= *first) *first = *last = 0;
+}
 
 /* Attention of the rows over the keys [begin, end) of one segment: output, maximum and sum in the scratch. */
 static void segment_rows(const attention_job *job, scratch *s, const row_range *range, int64_t begin, int64_t end) {
     int64_t d = job->d;
-    int rows = range->rows, tiles = (int)ceil_div(rows, TILE_ROWS);
-    for (int r = 0; r < rows; r++) s->maximum[r] = -INFINITY, s->sum[r] = 0.0f;
+    int rows = range->rows, tiles = (int)ceil_div(rows, TILE_ROWS), first, last;
+    softmax_rows *soft = &s->soft;
+    softmax_start(soft, rows);
     memset(s->out, 0, 4 * (size_t)(rows * d));
     for (int64_t start = (begin > range->low ? begin : range->low) / KEYS * KEYS; start < end; start += KEYS) {
-        key_tile t = {.k_stride = job->block_size, .fetch = job->block_size >= SUB};
-        t.last = (int)(end - start < KEYS ? end - start : KEYS);
-        t.first = (int)(range->low > start ? range->low - start : 0);
-        t.subs = (int)ceil_div(t.last, SUB);
-        if (job->block_size < SUB) gather_tile(job, s, range->table, range->g, start, start + t.last, &t);
-        else
-            for (int i = 0; i < t.subs; i++) {
-                int64_t position = start + i * SUB;
-                const float *unused;
-                locate(job, range->table, position, range->g, &t.k[i], &t.v[i]);
-                if (position + KEYS < end) locate(job, range->table, position + KEYS, range->g, &t.ahead[i], &unused);
+        key_tile t = {.k_stride = job->block_size, .bf16 = job->bf16, .fetch = 1};
+        int64_t count = end - start < KEYS ? end - start : KEYS;
+        if (job->block_size < SUB) gather_tile(job, s, range, start, start + count, &t);
+        else locate_tile(job, range, start, end, &t);
+        if (t.bf16 && tiles > 1) widen_tile(s, &t, d, (int)ceil_div(count, SUB));
+        int fetch = t.fetch;
+        for (int i = 0; i < tiles; i++) {
+            int from = rows * i / tiles, to = rows * (i + 1) / tiles;
+            view(job, s, start, end, from, to, &t.first, &t.last);
+            t.subs = (int)ceil_div(t.last, SUB);
+            if (t.subs) score_tile(s->q + from * d, soft->score + from, &t, d, to - from), t.fetch = 0;
+            for (int r = from; r < to; r++) {
+                view(job, s, start, end, r, r + 1, &first, &last);
+                s->width[r] = t.subs * SUB;
+                float top = visible_maximum(soft->score[r], first, last, s->width[r], job->softcap);
+                s->next[r] = top > soft->maximum[r] ? top : soft->maximum[r];
             }
-        key_tile fetching = t;
-        t.fetch = 0;
+        }
+        softmax_weights(soft, s->next, s->width, rows);
+        t.fetch = fetch;
         for (int i = 0; i < tiles; i++) {
             int from = rows * i / tiles, to = rows * (i + 1) / tiles;
-            score_tile(s->q + from * d, s->score + from, i ? &t : &fetching, d, to - from);
-        }
-        for (int r = 0; r < rows; r++) {
-            int64_t position = range->position + (range->row + r) / range->group - start;
-            int64_t first = job->window && position >= job->window ? position - job->window + 1 : 0;
-            int64_t last = position + 1 < t.last ? position + 1 : t.last;
-            softmax_row(s, r, first < KEYS ? (int)first : KEYS, (int)last, t.subs * SUB, job->softcap);
-        }
-        for (int i = 0; i < tiles; i++) {
-            int from = rows * i / tiles, to = rows * (i + 1) / tiles;
-            value_tile(s->out + from * d, s->score + from, s->rescale + from, i ? &t : &fetching, d, to - from);
+            view(job, s, start, end, from, to, &t.first, &t.last);
+            if (!t.last) continue;
+            value_tile(s->out + from * d, soft->score + from, soft->rescale + from, &t, d, to - from);
+            t.fetch = 0;
         }
     }
+    for (int r = 0; r < rows; r++) s->sum[r] = vsum(vload(soft->sum[r]));
 }
 
 /* Where the partial result of a row is: output, maximum, sum. */
@@ -199,28 +189,30 @@ static void attend(const attention_job *job, int64_t tile, int64_t g, int64_t on
     scratch *s = item_scratch(d);
     for (int64_t row = 0; row < all_rows; row += ROWS) {
         row_range range = {.table = job->block_table + sequence * job->table_width, .g = g, .group = group, .row = row,
-                           .position = position, .rows = (int)(all_rows - row < ROWS ? all_rows - row : ROWS)};
-        int64_t first = position + row / group, end = position + (row + range.rows - 1) / group + 1;
+                           .rows = (int)(all_rows - row < ROWS ? all_rows - row : ROWS)};
+        for (int r = 0; r < range.rows; r++) {
+            int64_t query = (row + r) / group, head = g * group + (row + r) % group;
+            const float *q = job->q + (token + query) * job->q_stride + head * d;
+            for (int64_t i = 0; i < d; i++) s->q[r * d + i] = q[i] * job->scale;
+            s->position[r] = (int32_t)(position + query);
+            s->total_maximum[r] = -INFINITY, s->total_sum[r] = 0.0f;
+        }
+        int64_t first = s->position[0], end = s->position[range.rows - 1] + 1;
         range.low = job->window && first >= job->window ? first - job->window + 1 : 0;
         int64_t from = range.low / SEGMENT, to = ceil_div(end, SEGMENT);
         if (only >= 0) from = from > only ? from : only, to = to < only + 1 ? to : only + 1;
-        for (int r = 0; r < range.rows; r++) {
-            const float *q = job->q + (token + (row + r) / group) * job->q_stride + (g * group + (row + r) % group) * d;
-            for (int64_t i = 0; i < d; i++) s->q[r * d + i] = q[i] * job->scale;
-            s->total_maximum[r] = -INFINITY, s->total_sum[r] = 0.0f;
-        }
         memset(s->total, 0, 4 * (size_t)(range.rows * d));
         for (int64_t i = from; i < to; i++) {
             segment_rows(job, s, &range, i * SEGMENT, end < (i + 1) * SEGMENT ? end : (i + 1) * SEGMENT);
             for (int r = 0; r < range.rows; r++)
-                merge(s->total + r * d, &s->total_maximum[r], &s->total_sum[r], s->out + r * d, s->maximum[r],
-                      s->sum[r], d);
+                softmax_merge(s->total + r * d, &s->total_maximum[r], &s->total_sum[r], s->out + r * d,
+                              s->soft.maximum[r], s->sum[r], d);
         }
         for (int r = 0; r < range.rows; r++) {
             if (only < 0) {
-                int64_t head = g * group + (row + r) % group;
-                finish_row(job, job->out + ((token + (row + r) / group) * job->heads + head) * d, s->total + r * d,
-                           s->total_maximum[r], s->total_sum[r], head);
+                int64_t query = (row + r) / group, head = g * group + (row + r) % group;
+                softmax_finish(job->out + ((token + query) * job->heads + head) * d, s->total + r * d,
+                               s->total_maximum[r], s->total_sum[r], job->sinks ? job->sinks + head : NULL, d);
                 continue;
             }
             float *partial = partial_row(job, tile, g, row + r, only);
@@ -253,10 +245,11 @@ static void merge_item(const void *context, int64_t item) {
         memset(s->total, 0, 4 * (size_t)d);
         for (int64_t i = 0; i < job->segments; i++) {
             const float *partial = partial_row(job, tile, g, row, i);
-            merge(s->total, &maximum, &sum, partial, partial[d], partial[d + 1], d);
+            softmax_merge(s->total, &maximum, &sum, partial, partial[d], partial[d + 1], d);
         }
         int64_t head = g * group + row % group;
-        finish_row(job, job->out + ((token + row / group) * job->heads + head) * d, s->total, maximum, sum, head);
+        softmax_finish(job->out + ((token + row / group) * job->heads + head) * d, s->total, maximum, sum,
+                       job->sinks ? job->sinks + head : NULL, d);
     }
 }
 
@@ -275,14 +268,19 @@ EXPORT int64_t pb_plan_attention(const int32_t *query_start_loc, int64_t sequenc
     return count;
 }
 
-EXPORT void pb_attention(const float *q, const float *key_cache, const float *value_cache, const float *sinks,
-                            float *out, const int32_t *query_start_loc, const int32_t *seq_lens,
-                            const int32_t *block_table, const int32_t *tiles, int64_t tile_count, int64_t longest,
-                            int64_t table_width, int64_t q_stride, int64_t heads, int64_t kv_heads, int64_t d,
-                            int64_t block_size, int64_t window, double scale, double softcap, int64_t threads) {
-    attention_job job = {q, key_cache, value_cache, sinks, out, query_start_loc, seq_lens, block_table, tiles,
-                         table_width, q_stride, heads, kv_heads, d, block_size, window, (float)scale, (float)softcap,
-                         0, NULL};
+/* key_cache, value_cache: of float, or of bf16. */
+EXPORT void pb_attention(const float *q, const void *key_cache, const void *value_cache, const float *sinks,
+                         float *out, const int32_t *query_start_loc, const int32_t *seq_lens,
+                         const int32_t *block_table, const int32_t *tiles, int64_t tile_count, int64_t longest,
+                         int64_t table_width, int64_t q_stride, int64_t heads, int64_t kv_heads, int64_t d,
+                         int64_t block_size, int64_t window, double scale, double softcap, int64_t threads,
+                         int64_t bf16) {
+    attention_job job = {.q = q, .sinks = sinks, .key_cache = key_cache, .value_cache = value_cache, .out = out,
+                         .query_start_loc = query_start_loc, .seq_lens = seq_lens, .block_table = block_table,
+                         .tiles = tiles, .table_width = table_width, .q_stride = q_stride, .heads = heads,
+                         .kv_heads = kv_heads, .d = d, .block_size = block_size, .window = window,
+                         .scale = (float)(softcap > 0.0 ? scale : scale * 1.4426950408889634),
+                         .softcap = (float)softcap, .bf16 = (int)bf16};
     int64_t items = tile_count * kv_heads;
     if (threads > 1 && items < 4 * threads && longest > SEGMENT) {
         job.segments = ceil_div(longest, SEGMENT);

@@ -20,30 +20,38 @@ enum {
  * tile's K (``ahead``, or NULL) while values are: blocks lie anywhere, so the hardware's own prefetcher
  * starts anew in each. */
 typedef struct {
-    const float *k[SUBS], *v[SUBS], *ahead[SUBS];
-    int64_t k_stride;
-    int subs, first, last; /* sub-blocks; tokens [first, last) are read */
-    int fetch;             /* whether to fetch ahead: only the first rows do */
+    const char *k[SUBS], *v[SUBS], *ahead[SUBS]; /* of float, or of bf16 */
+    int64_t k_stride;                            /* elements from one d to the next */
+    int subs, first, last;                       /* sub-blocks; tokens [first, last) are read */
+    int fetch, bf16;                             /* fetch ahead: only the first rows do */
 } key_tile;
 
+/* n (1 .. W) elements of K or V from element ``at`` on. */
+INLINE vf load_kv(const char *p, int64_t at, int n, int bf16) {
+    if (bf16) return vload_bf16_n((const uint16_t *)p + at, n);
+    return n < W ? vload_n((const float *)p + at, n) : vload((const float *)p + at);
+}
+
 /* score[rows][subs * SUB] = q . k for sub-blocks ``sub`` .. ``sub + subs - 1``. */
-INLINE void scores(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int sub, int rows, int subs) {
+INLINE void scores(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int sub, int rows, int subs,
+                   int bf16) {
     vf acc[TILE_ROWS][SUBS * VS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
         for (int v = 0; v < subs * VS; v++) acc[r][v] = (vf){};
-    const float *k[SUBS];
+    const char *k[SUBS];
 #pragma GCC unroll 4
     for (int s = 0; s < subs; s++) k[s] = t->k[sub + s];
+    int64_t size = bf16 ? 2 : 4;
     for (int64_t i = 0; i < d; i++) {
         vf b[SUBS * VS];
 #pragma GCC unroll 4
         for (int s = 0; s < subs; s++) {
 #pragma GCC unroll 4
-            for (int v = 0; v < VS; v++) b[s * VS + v] = vload(k[s] + v * W);
-            k[s] += t->k_stride;
-            if (t->fetch) __builtin_prefetch(t->v[sub + s] + i * SUB);
+            for (int v = 0; v < VS; v++) b[s * VS + v] = load_kv(k[s], v * W, W, bf16);
+            k[s] += t->k_stride * size;
+            if (t->fetch) __builtin_prefetch(t->v[sub + s] + i * SUB * size);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
@@ -60,7 +68,8 @@ INLINE void scores(const float *q, float (*score)[KEYS], const key_tile *t, int6
 
 /* out[rows][vectors * W] = out * rescale + weights @ V; the last vector holds ``lanes`` elements. */
 INLINE void weighted_values(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d,
-                            int64_t column, int rows, int vectors, int lanes) {
+                            int64_t column, int rows, int vectors, int lanes, int bf16) {
+    int64_t size = bf16 ? 2 : 4;
     vf acc[TILE_ROWS][8];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -70,17 +79,17 @@ INLINE void weighted_values(float *out, float (*weight)[KEYS], const float *resc
             acc[r][v] = (lanes < W ? vload_n(at, lanes) : vload(at)) * vset1(rescale[r]);
         }
     for (int64_t from = 0; from < t->last; from += SUB) {
-        const float *base = t->v[from / SUB] + column, *ahead = t->fetch ? t->ahead[from / SUB] : NULL;
+        const char *base = t->v[from / SUB] + column * size, *ahead = t->fetch ? t->ahead[from / SUB] : NULL;
         int64_t first = from > t->first ? from : t->first, last = from + SUB < t->last ? from + SUB : t->last;
         for (int64_t j = first; j < last; j++) {
-            const float *value = base + (j - from) * d;
+            const char *value = base + (j - from) * d * size;
             vf b[8];
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) b[v] = lanes < W ? vload_n(value, lanes) : vload(value + v * W);
-            if (ahead) { /* a sub-block of K is d lines: d / SUB of them per token, shared by the column passes */
-                const float *next = ahead + (j - from) * d + column;
+            for (int v = 0; v < vectors; v++) b[v] = load_kv(value, v * W, lanes, bf16);
+            if (ahead) { /* a token's share of the SUB * d elements of K, spread over the column passes */
+                const char *next = ahead + ((j - from) * d + column) * size;
 #pragma GCC unroll 8
-                for (int v = 0; v < vectors * W / SUB; v++) __builtin_prefetch(next + v * SUB);
+                for (int v = 0; v < (vectors * W * size + 63) / 64; v++) __builtin_prefetch(next + v * 64);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
@@ -116,18 +125,20 @@ INLINE void weighted_values(float *out, float (*weight)[KEYS], const float *resc
 #define VECTORS_OF(rows) 2
 #endif
 
-INLINE void score_rows(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
-    int sub = 0;
-    for (; sub + SUBS_OF(rows) <= t->subs; sub += SUBS_OF(rows)) scores(q, score, t, d, sub, rows, SUBS_OF(rows));
-    for (; sub < t->subs; sub++) scores(q, score, t, d, sub, rows, 1);
+INLINE void score_rows(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows, int bf16) {
+    int sub = 0, step = SUBS_OF(rows);
+    for (; sub + step <= t->subs; sub += step) scores(q, score, t, d, sub, rows, step, bf16);
+    for (; sub < t->subs; sub++) scores(q, score, t, d, sub, rows, 1, bf16);
 }
 
-INLINE void value_rows(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
+INLINE void value_rows(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows,
+                       int bf16) {
     int64_t column = 0;
-    for (; column + VECTORS_OF(rows) * W <= d; column += VECTORS_OF(rows) * W)
-        weighted_values(out, weight, rescale, t, d, column, rows, VECTORS_OF(rows), W);
-    for (; column + W <= d; column += W) weighted_values(out, weight, rescale, t, d, column, rows, 1, W);
-    if (column < d) weighted_values(out, weight, rescale, t, d, column, rows, 1, (int)(d - column));
+    int step = VECTORS_OF(rows);
+    for (; column + step * W <= d; column += step * W)
+        weighted_values(out, weight, rescale, t, d, column, rows, step, W, bf16);
+    for (; column + W <= d; column += W) weighted_values(out, weight, rescale, t, d, column, rows, 1, W, bf16);
+    if (column < d) weighted_values(out, weight, rescale, t, d, column, rows, 1, (int)(d - column), bf16);
 }
 
 #define ROW_CASES(call) \
@@ -151,15 +162,21 @@ INLINE void value_rows(float *out, float (*weight)[KEYS], const float *rescale, 
 #endif
 
 static void score_tile(const float *q, float (*score)[KEYS], const key_tile *t, int64_t d, int rows) {
-#define CALL(n) score_rows(q, score, t, d, n)
-    ROW_CASES(CALL)
+#define CALL(n) score_rows(q, score, t, d, n, 0)
+#define CALL_BF16(n) score_rows(q, score, t, d, n, 1)
+    if (t->bf16) ROW_CASES(CALL_BF16)
+    else ROW_CASES(CALL)
 #undef CALL
+#undef CALL_BF16
 }
 
 static void value_tile(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
-#define CALL(n) value_rows(out, weight, rescale, t, d, n)
-    ROW_CASES(CALL)
+#define CALL(n) value_rows(out, weight, rescale, t, d, n, 0)
+#define CALL_BF16(n) value_rows(out, weight, rescale, t, d, n, 1)
+    if (t->bf16) ROW_CASES(CALL_BF16)
+    else ROW_CASES(CALL)
 #undef CALL
+#undef CALL_BF16
 }
 
 #endif

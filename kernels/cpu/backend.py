@@ -31,10 +31,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
     "pb_act_and_mul": (None, (_P, _P) + (_I,) * 4),
-    "pb_rotary_and_cache": (None, (_P,) * 8 + (_I,) * 10),
+    "pb_rotary_and_cache": (None, (_P,) * 8 + (_I,) * 11),
     "pb_copy_blocks": (None, (_P, _P, _I, _I)),
     "pb_plan_attention": (_I, (_P, _I, _P)),
-    "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I)),
+    "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I, _I)),
 }
 _DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -203,7 +203,7 @@ class CpuKernels(Kernels):
             q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             cache.key.data_ptr(), cache.value.data_ptr(), slot_mapping.data_ptr(),
             tokens, heads, k.shape[1], d, cos.shape[1], cache.key.shape[3],
-            _token_stride(q), _token_stride(k), _token_stride(v), self.threads,
+            _token_stride(q), _token_stride(k), _token_stride(v), self.threads, _is_bf16_cache(cache),
         )  # fmt: skip
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
@@ -235,6 +235,7 @@ class CpuKernels(Kernels):
             sinks.data_ptr() if sinks is not None else None, out.data_ptr(), *plan.pointers,
             len(plan.tiles), plan.longest, plan.inputs.block_table.shape[1], _token_stride(q),
             heads, kv_heads, d, block_size, window or 0, scale, softcap or 0.0, self.threads,
+            _is_bf16_cache(cache),
         )  # fmt: skip
         return out
 
@@ -255,7 +256,7 @@ class CpuKernels(Kernels):
         ids = np.array(pairs, np.int64)
         for cache in caches:
             for part in (cache.key, cache.value):
-                self._lib.pb_copy_blocks(part.data_ptr(), ids.ctypes.data, len(ids), part[0].numel())
+                self._lib.pb_copy_blocks(part.data_ptr(), ids.ctypes.data, len(ids), part[0].nbytes)
 
 
 def _usable_cores() -> int:
@@ -269,6 +270,14 @@ def _own(weight: PackedLinear) -> CpuLinear:
     if not isinstance(weight, CpuLinear):
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
     return weight
+
+
+def _is_bf16_cache(cache: LayerCache) -> bool:
+    if cache.key.dtype is torch.float32:
+        return False
+    if cache.key.dtype is torch.bfloat16:
+        return True
+    raise TypeError(f"the KV cache must be float32 or bfloat16, got {cache.key.dtype}")
 
 
 def _token_stride(x: Tensor) -> int:

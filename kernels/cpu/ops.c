@@ -102,9 +102,9 @@ EXPORT void pb_act_and_mul(const float *x, float *out, int64_t rows, int64_t d, 
 typedef struct {
     float *q, *k;
     const float *v, *cos, *sin;
-    float *key_cache, *value_cache;
+    void *key_cache, *value_cache; /* of float, or of bf16 */
     const int64_t *slots;
-    int64_t tokens, heads, kv_heads, d, half, block_size, q_stride, k_stride, v_stride;
+    int64_t tokens, heads, kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16;
 } rotary_job;
 
 /* Pairs (i, i + half) of one head, turned by the token's angles. */
@@ -126,26 +126,33 @@ static void rotary_item(const void *context, int64_t t) {
     for (int64_t g = 0; g < job->kv_heads; g++) {
         float *key = job->k + t * job->k_stride + g * d;
         rotate(key, cos, sin, job->half);
-        float *column = job->key_cache + (block * job->kv_heads + g) * d * size + offset;
-        for (int64_t i = 0; i < d; i++) column[i * size] = key[i];
-        memcpy(job->value_cache + ((block * job->kv_heads + g) * size + offset) * d,
-               job->v + t * job->v_stride + g * d, 4 * (size_t)d);
+        const float *value = job->v + t * job->v_stride + g * d;
+        int64_t head = (block * job->kv_heads + g) * d * size, column = head + offset, row = head + offset * d;
+        if (job->bf16) {
+            uint16_t *keys = job->key_cache, *values = job->value_cache;
+            for (int64_t i = 0; i < d; i++) keys[column + i * size] = float_to_bf16(key[i]);
+            for (int64_t i = 0; i < d; i++) values[row + i] = float_to_bf16(value[i]);
+        } else {
+            float *keys = job->key_cache, *values = job->value_cache;
+            for (int64_t i = 0; i < d; i++) keys[column + i * size] = key[i];
+            memcpy(values + row, value, 4 * (size_t)d);
+        }
     }
 }
 
 /* Rotate q [T][heads][d] and k [T][kv_heads][d] in place (strides are from token to token) and write k and v
- * to their slots. */
-EXPORT void pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin, float *key_cache,
-                                float *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
+ * to their slots, rounded to nearest even if the cache is of bf16. */
+EXPORT void pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin, void *key_cache,
+                                void *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
                                 int64_t kv_heads, int64_t d, int64_t half, int64_t block_size, int64_t q_stride,
-                                int64_t k_stride, int64_t v_stride, int64_t threads) {
+                                int64_t k_stride, int64_t v_stride, int64_t threads, int64_t bf16) {
     rotary_job job = {q, k, v, cos, sin, key_cache, value_cache, slots, tokens, heads,
-                      kv_heads, d, half, block_size, q_stride, k_stride, v_stride};
+                      kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16};
     pb_parallel(rotary_item, &job, tokens, tokens * (heads + 4 * kv_heads) * d < 8 * FLOATS_PER_ITEM ? 1 : (int)threads);
 }
 
-/* Copy whole blocks of ``floats`` each; pairs are (source, destination). */
-EXPORT void pb_copy_blocks(float *cache, const int64_t *pairs, int64_t count, int64_t floats) {
+/* Copy whole blocks of ``size`` bytes each; pairs are (source, destination). */
+EXPORT void pb_copy_blocks(char *cache, const int64_t *pairs, int64_t count, int64_t size) {
     for (int64_t i = 0; i < count; i++)
-        memcpy(cache + pairs[2 * i + 1] * floats, cache + pairs[2 * i] * floats, 4 * (size_t)floats);
+        memcpy(cache + pairs[2 * i + 1] * size, cache + pairs[2 * i] * size, (size_t)size);
 }

@@ -113,6 +113,21 @@ INLINE void vstore_n(float *p, vf v, int n) {
 #endif
 }
 
+/* bf16 numbers as floats: their bits are the upper half. */
+INLINE vf vload_bf16(const uint16_t *p) {
+    typedef uint16_t vh __attribute__((vector_size(W * 2)));
+    vh v;
+    memcpy(&v, p, sizeof v);
+    return as_vf(__builtin_convertvector(v, vi) << 16);
+}
+
+INLINE vf vload_bf16_n(const uint16_t *p, int n) {
+    if (n == W) return vload_bf16(p);
+    uint16_t part[W] = {};
+    memcpy(part, p, 2 * (size_t)n);
+    return vload_bf16(part);
+}
+
 /* Horizontal sum and maximum, always by the same tree. */
 INLINE float vsum(vf v) {
     float a[W];
@@ -150,6 +165,21 @@ INLINE vf vexp(vf x) {
     p = vfma(p, r, vset1(1.0f));
     p = vfma(p, r, vset1(1.0f));
     return vselect(tiny, vset1(0.0f), as_vf(as_vi(p) + (as_vi(shifted) << 23)));
+}
+
+/* 2^x for x <= 0, relative error below 1e-7, exactly 1 at 0. Below -125.5 the result is 0 (also for -inf); the
+ * order of vmax keeps a NaN. */
+INLINE vf vexp2(vf x) {
+    const vf magic = vset1(12582912.0f); /* as in vexp */
+    vf bounded = vmax(vset1(-126.0f), x), shifted = bounded + magic, r = bounded - (shifted - magic);
+    vf p = vset1(1.5353362e-4f);
+    p = vfma(p, r, vset1(1.3398875e-3f));
+    p = vfma(p, r, vset1(9.61843692e-3f));
+    p = vfma(p, r, vset1(5.55033237e-2f));
+    p = vfma(p, r, vset1(2.40226477e-1f));
+    p = vfma(p, r, vset1(6.93147182e-1f));
+    p = vfma(p, r, vset1(1.0f));
+    return as_vf((as_vi(p) + (as_vi(shifted) << 23)) & ~(x < -125.5f));
 }
 
 INLINE vf vcopysign(vf magnitude, vf sign) {

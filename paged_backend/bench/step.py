@@ -133,7 +133,6 @@ def profile_steps(
 ) -> list[StepProfile]:
     """Profile about ``steps`` decode steps of each number of ``running`` requests, contexts from ``context`` tokens on.
 
-
     options: fields of ``EngineConfig``. Raises ValueError for a number of steps or requests that cannot be measured.
     """
     if steps < 4 or any(n < 1 for n in running):

@@ -66,13 +66,17 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._outbox: queue.SimpleQueue[list[Update] | None] = queue.SimpleQueue()
-        self._loop_thread = threading.Thread(target=self._loop, name="paged_backend-loop", daemon=True)
-        self._output_thread = threading.Thread(target=self._deliver, name="paged_backend-output", daemon=True)
+        self._loop_thread = threading.Thread(
+            target=self._guard, args=(self._loop,), name="paged_backend-loop", daemon=True
+        )
+        self._output_thread = threading.Thread(
+            target=self._guard, args=(self._deliver,), name="paged_backend-output", daemon=True
+        )
         self._loop_thread.start()
         self._output_thread.start()
 
@@ -238,7 +242,7 @@ class Engine:
         self._states.pop(request_id, None)
 
     def _ensure_open(self) -> None:
-        if self._closing:
+        if self._closing or self.health == "dead":
             raise EngineClosedError("the engine is closed: open a new one with get_engine(...) or LLM(...)")
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -263,6 +267,19 @@ class Engine:
         return future.result()
 
     # --- the two threads -----------------------------------------------------------------------------------------
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        """Whatever ends a thread before its time, every waiter is woken with an error instead of waiting for ever."""
+        try:
+            body()
+        except BaseException as error:
+            logger.exception("a thread of the engine has died")
+            self._failure = error
+        finally:
+            if not self._closing:
+                died = EngineClosedError(f"a thread of the engine has died ({self._failure!r}): open a new engine")
+                for state in list(self._states.values()):
+                    state.end("error", died)
 
     def _loop(self) -> None:
         core = self._core

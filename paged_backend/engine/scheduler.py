@@ -3,11 +3,8 @@
 A step takes running decodes first, then running prefill chunks, then new requests, always oldest first, where
 "older" is smaller (priority, arrival). There are no phases: each request's computed tokens chase its known tokens.
 
-Admission asks for the *future peak*: requests finish one after another, and just before the i-th finishes all that are
-left hold what they have grown to by then; the largest of these sums must fit the pool (LightLLM's idea). How much a
-request will still grow is the smaller of what it may and a quantile of the lengths seen so far. The quantile is low:
-taking a few tail blocks back when the guess fails costs far less than leaving a third of the pool empty (measured on
-ShareGPT-like lengths: 91 % of the pool allocated and 8 % of the tokens computed again at 0.35; 67 % and 7 % at 0.9).
+A request is admitted if the pool can hold what it and the running ones are expected to grow to (see ``admission``);
+when that guess fails, preemption covers it.
 
 Preemption takes tail blocks, only as many as are needed, from the youngest that holds any; the rest of the victim
 stays. A request never takes from an older one, so the oldest always runs to its end: this is the proof of progress.
@@ -18,39 +15,18 @@ behind it is admitted before it. A request that higher priorities keep overtakin
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
 from paged_backend.cache.manager import CacheManager
+from paged_backend.engine.admission import FuturePeak, OutputLengths
 from paged_backend.engine.request import Request, Status
+
+LOOK_AHEAD = 8
+"""How many requests that do not fit are looked past in one step."""
 
 PROMOTED = -(1 << 62)
 """The priority of a request that was overtaken too often."""
-
-
-class OutputLengths:
-    """The last finished requests' output lengths; ``expect`` guesses how many more tokens a request will make."""
-
-    def __init__(self, quantile: float = 0.35, memory: int = 256) -> None:
-        self._quantile = quantile
-        self._memory = memory
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-
-    def add(self, length: int) -> None:
-        self._recent.append(length)
-        insort(self._sorted, length)
-        if len(self._recent) > self._memory:
-            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
-
-    def expect(self, done: int, unknown: int = 128) -> int:
-        """Further tokens of a request that has made ``done``; ``unknown`` is assumed before any has finished."""
-        longer = bisect_right(self._sorted, done)
-        count = len(self._sorted) - longer
-        if count:
-            return self._sorted[longer + int((count - 1) * self._quantile + 0.5)] - done
-        return max(16, done // 4) if self._sorted else unknown
 
 
 @dataclass(slots=True)
@@ -194,16 +170,19 @@ class Scheduler:
     def _admit(self, picked: dict[Request, int], budget: int) -> None:
         seats = self.max_num_seqs - sum(r.seats for r in self.running)
         blocked: list[Request] = []
+        peak: FuturePeak | None = None
         for request in list(self.waiting):
-            if budget <= 0 or seats <= 0 or len(blocked) > self.max_skips:
+            if budget <= 0 or seats <= 0 or len(blocked) > LOOK_AHEAD:
                 break
             hits = self.cache.match(request.table, request.reusable_prefix)
             leader = self.cache.leader(request.table, len(hits), request.reusable_prefix)
             if isinstance(leader, Request) and leader.order < request.order:
                 continue  # its next block is being computed right now: it will be a hit in a moment
-            fits = request.seats <= seats and (
-                not self.running or self._future_peak(request, hits) <= self.cache.pool.capacity
-            )
+            fits = request.seats <= seats
+            if fits and self.running:
+                if peak is None:
+                    peak = FuturePeak(self.cache, self.lengths, self.running)
+                fits = peak.with_candidate(request, hits) <= self.cache.pool.capacity
             count = self._start(request, hits, budget) if fits else 0
             if count == 0:
                 if request.skipped >= self.max_skips:
@@ -213,6 +192,7 @@ class Scheduler:
             for passed in blocked:
                 passed.skipped += 1
             self._overtake(request)
+            peak = None
             picked[request] = count
             budget -= count
             seats -= request.seats
@@ -271,40 +251,6 @@ class Scheduler:
                     other.priority = PROMOTED
         self.waiting.sort(key=_order)
         self._mixed_priorities = len({r.priority for r in self.waiting}) > 1
-
-    def _future_peak(self, candidate: Request, hits: list[int]) -> int:
-        """Upper bound of the blocks in use at any time to come if ``candidate`` joins and nobody else does.
-
-        Blocks that several sequences share are counted once, with the sequence that had them first.
-        """
-        size, window = self.cache.block_size, self.cache.window
-        rows: list[tuple[int, int, int]] = []  # (tokens still to come, tokens now, blocks shared)
-        base = self.cache.pool.num_used  # what is in use but belongs to none of the rows
-        for request in self.running:
-            base -= len(request.table) - request.num_shared - request.table.num_holes
-            rows.append((self._expected_left(request), len(request.token_ids), request.num_shared))
-        left, length = self._expected_left(candidate), len(candidate.token_ids)
-        shared = sum(1 for b in hits if b and not self.cache.pool.is_free(b))
-        if len(candidate.table):  # it comes back from preemption with blocks of its own
-            base -= len(candidate.table) - candidate.num_shared
-            shared += candidate.num_shared
-        rows.append((left, length, shared))
-        rows.extend([(left, length, length // size)] * (candidate.seats - 1))
-        rows.sort(reverse=True)
-        base = max(base, 0)
-        if window is not None:
-            return base + sum(-(-min(length + left, window + size) // size) + 1 for left, length, _ in rows)
-        peak = tokens = 0
-        for i, (left, length, shared) in enumerate(rows, 1):
-            # just before row i ends, it and those that outlive it have all grown by ``left``
-            tokens += length - shared * size
-            peak = max(peak, (tokens + i * (left + size - 1)) // size)
-        return base + peak
-
-    def _expected_left(self, request: Request) -> int:
-        done = request.num_output_tokens
-        allowed = request.max_tokens - done
-        return allowed if request.params.ignore_eos else max(min(allowed, self.lengths.expect(done)), 1)
 
 
 def _order(request: Request) -> tuple[int, int]:

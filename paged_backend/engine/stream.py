@@ -7,6 +7,7 @@ request's own length. A handle that is dropped, or an iteration that is left ear
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from paged_backend.engine.output_processor import CompletionState, logprob_dict
 from paged_backend.errors import RequestAbortedError
 from paged_backend.outputs import Logprob, RequestMetrics, RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+
+
+logger = logging.getLogger("paged_backend")
 
 
 class RequestState:
@@ -87,8 +91,11 @@ class RequestState:
     def _notify(self) -> None:
         self.version += 1
         self.changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except Exception:  # an event loop that was closed meanwhile, say: nobody else may suffer from it
+                logger.debug("a listener of request %s failed", self.request_id, exc_info=True)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` (from any thread) at every change; returns the function that stops that."""
@@ -152,14 +159,6 @@ class RequestHandle:
             if not state.changed.wait_for(lambda: state.finished, timeout):
                 raise TimeoutError(f"request {self.request_id} has not finished within {timeout} s")
         return state.output()
-
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` from the engine's threads whenever there is news; returns the function that ends that."""
-        return self._state.listen(listener)
-
-    def news(self) -> RequestOutput:
-        """What is new since the last call, at once; errors come back inside the output."""
-        return self._state.output(delta=True)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` from the engine's threads whenever there is news; returns the function that ends that."""

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from paged_backend import __version__
 from paged_backend.config import EngineConfig
-from paged_backend.server import chat, completions, pages, schema, system
+from paged_backend.server import chat, completions, pages, responses, schema, system
 from paged_backend.server.client import EngineClient
 from paged_backend.server.config import ServerConfig
 from paged_backend.server.errors import ApiError
@@ -28,6 +28,7 @@ from paged_backend.server.supervisor import Supervisor
 _BODIES = (
     schema.ChatRequest,
     schema.CompletionRequest,
+    schema.ResponsesRequest,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
@@ -85,6 +86,7 @@ def create_app(
     for router in (
         chat.router,
         completions.router,
+        responses.router,
         system.openai_router,
         system.token_router,
         system.system_router,

@@ -18,25 +18,23 @@ def structured_outputs(body: ChatRequest | CompletionRequest) -> dict[str, Any] 
         return own
     if own is not None:
         raise _bad("response_format and structured_outputs exclude each other")
-    kind = form.get("type")
+    return form_as_structured(form, form.get("json_schema"), "response_format")
+
+
+def form_as_structured(form: Any, holder: Any, place: str) -> dict[str, Any] | None:
+    """What the engine needs of OpenAI's ``{type: ...}``. holder: where ``schema`` stands for type json_schema."""
+    kind = form.get("type") if isinstance(form, Mapping) else None
     if kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}
-    if kind == "json_schema":
-        return {"json": schema_of(form.get("json_schema"))}
-    raise _bad(f"response_format.type must be text, json_object or json_schema, got {kind!r:.60}")
-
-
-def schema_of(given: Any) -> Mapping[str, Any]:
-    """The schema in OpenAI's ``{name, schema, strict}``."""
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if schema is None:
-        return {}
+    if kind != "json_schema":
+        raise _bad(f"{place}.type must be text, json_object or json_schema, got {kind!r:.60}", place)
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise _bad("response_format.json_schema.schema must be an object")
-    return schema
+        raise _bad(f"{place} of type json_schema needs a schema", place)
+    return {"json": schema}
 
 
-def _bad(message: str) -> ApiError:
-    return ApiError(400, message, param="response_format", code="invalid_value")
+def _bad(message: str, param: str = "response_format") -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")

@@ -119,6 +119,23 @@ class ChatRequest(Sampling, Templating):
     modalities: list[Literal["text"]] | None = None
 
 
+class ResponsesRequest(Sampling):
+    """One answer: the fields of several, of prompts and of token ids are not for this route."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="By default what the context leaves.")
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class TokenizeRequest(Body):
     """Text or messages."""
 

@@ -316,3 +316,54 @@ def test_perplexity_windows():
         windows([1], 10, 100)
     with pytest.raises(ValueError, match="at least 2"):
         windows(range(9), 1, 100)
+
+
+# --- the profile of a step -------------------------------------------------------------------------------------------
+
+
+def test_marks_split_a_step_and_drop_what_was_interrupted(monkeypatch):
+    from types import SimpleNamespace
+
+    from paged_backend.bench import step as step_module
+
+    now = [0.0]
+    monkeypatch.setattr(step_module.time, "perf_counter", lambda: now[0])
+
+    def spend(seconds):
+        now[0] += seconds
+
+    marks = step_module.Marks()
+    stats = SimpleNamespace(scheduled_tokens=0)
+    number = [0]
+    run = marks.wrap("C code", lambda: spend(4.0 + (100.0 if number[0] % 3 == 0 else 0.0)))
+
+    def step():
+        number[0] += 1
+        stats.scheduled_tokens += 2
+        spend(1.0)
+        run()
+        spend(0.5)
+        return ["token", "token"]
+
+    core = SimpleNamespace(step=step, scheduler=SimpleNamespace(stats=stats))
+    core.step = marks.wrap_step(core)
+    for _ in range(9):
+        core.step()
+        spend(0.25)
+    found = marks.profile(2)
+    assert found.steps == 8
+    parts = {"C code": 4.0, "update": 1.5, "other": 0.25}
+    assert {name: found.parts[name] / 1000 for name in parts} == pytest.approx(parts)
+    assert found.outside == pytest.approx(1.75 / 5.75)
+    with pytest.raises(ValueError, match="never ran together"):
+        marks.profile(3)
+
+
+@pytest.mark.slow
+def test_a_step_of_the_demo_model_is_profiled():
+    from paged_backend.bench.step import PARTS, profile_steps
+
+    for profile in profile_steps("demo", [1, 3], steps=6, context=8, max_model_len=256, num_blocks=64):
+        assert set(profile.parts) == set(PARTS)
+        assert profile.steps >= 4
+        assert 0 < profile.outside < 1

@@ -400,3 +400,32 @@ def test_explicit_options_win_over_the_generation_config_which_wins_over_default
         (request,), _ = engine._prepare("a", SamplingParams(temperature=0, seed=1), None)
         assert (request.params.temperature, request.params.top_k, request.max_tokens) == (0, 7, 6)
         assert request.params.top_p == 1.0
+
+
+def test_a_listener_that_raises_hurts_nobody(engine):
+    gate = Gate(engine)
+    handle = engine.submit("a", GREEDY)
+    handle._state.listen(lambda: 1 / 0)
+    gate.open = True
+    assert handle.result(20).outputs[0].text == "bcdef"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("thread", ["loop", "output"])
+def test_a_thread_that_dies_wakes_every_waiter_and_health_says_dead(thread):
+    # vllm #7633, transformers PR #48301
+    engine = open_engine()
+
+    def die(*args):
+        raise SystemExit
+
+    if thread == "loop":
+        engine._core.step = die
+    else:
+        engine._deliver_one = die
+    with pytest.raises(EngineClosedError, match="died"):
+        engine.submit("a", GREEDY).result(20)
+    wait_until(lambda: engine.health == "dead")
+    with pytest.raises(EngineClosedError):
+        engine.submit("a", GREEDY)
+    engine.close()

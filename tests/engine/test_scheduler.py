@@ -7,8 +7,9 @@ import random
 import pytest
 
 from paged_backend.cache.manager import CacheManager
+from paged_backend.engine.admission import OutputLengths
 from paged_backend.engine.request import Request, Status
-from paged_backend.engine.scheduler import OutputLengths, Scheduler
+from paged_backend.engine.scheduler import Scheduler
 from paged_backend.sampling_params import SamplingParams
 
 SIZE = 16

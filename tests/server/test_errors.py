@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ROUTES = (CHAT, TEXT, "/tokenize", "/detokenize")
+ROUTES = (CHAT, TEXT, "/v1/responses", "/tokenize", "/detokenize")
 
 
 def error_of(response: httpx.Response) -> dict:
@@ -136,7 +136,8 @@ def bodies(server):
     """Objects of known fields with values of any kind, among them some that are right."""
     from paged_backend.server import schema
 
-    fields = sorted({*schema.ChatRequest.model_fields, *schema.CompletionRequest.model_fields, "tokens", "input"})
+    fields = sorted({*schema.ChatRequest.model_fields, *schema.CompletionRequest.model_fields,
+                     *schema.ResponsesRequest.model_fields, "tokens", "input"})
     small = st.sampled_from([0, 1, 2, -1, 0.5, True, "a", ["a"], [1, 2], {"1": 2}, {"type": "text"}])
     right = {"messages": HELLO, "prompt": "a", "tokens": [5], "input": "a", "max_tokens": 2}
     return st.dictionaries(st.sampled_from(fields), small | json_values, max_size=6).map(
@@ -153,9 +154,11 @@ def test_any_json_gets_an_answer_below_500(server, data):
     for name in ("max_tokens", "max_completion_tokens", "min_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 16:
             body[name] = 3
-    if body.get("max_completion_tokens") is None and body.get("max_tokens") is None:
-        body["max_tokens"] = 2
     path = data.draw(st.sampled_from(ROUTES))
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens", None) or 2
+    elif body.get("max_completion_tokens") is None and body.get("max_tokens") is None:
+        body["max_tokens"] = 2
     try:
         raw = json.dumps(body).encode()
     except (ValueError, RecursionError):

@@ -1,0 +1,310 @@
+"""PagedLLM: a LlamaIndex LLM, with tools and structured output, on an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+try:
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        CompletionResponse,
+        LLMMetadata,
+        MessageRole,
+        TextBlock,
+        ToolCallBlock,
+    )
+except ImportError as error:
+    raise ImportError("this adapter needs llama-index-core: pip install 'paged-backend[llama-index]'") from error
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.llms.utils import parse_partial_json
+from llama_index.core.tools.types import BaseTool
+
+from paged_backend.adapters.engines import EngineUses, sampling_params
+from paged_backend.adapters.llama_index_messages import (
+    ReplyStream,
+    logprobs_of,
+    raw_of,
+    response_from,
+    to_dicts,
+)
+from paged_backend.adapters.llama_index_structured import StructuredPrediction
+from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.stream import RequestHandle
+from paged_backend.errors import RequestRejectedError
+from paged_backend.outputs import RequestOutput
+from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+from paged_backend.tools import ChatCall, prepare_chat
+
+_CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template")
+
+
+class PagedLLM(StructuredPrediction, FunctionCallingLLM):
+    """``PagedLLM(model="demo", max_tokens=128)``: nothing is loaded before it is needed.
+
+    Weights, KV memory, prefix cache and batch are shared with everybody in the process who names the same model.
+    None leaves an option to the model's generation config, then to our defaults. Options given with a call win.
+    """
+
+    model: str = Field(description="A folder, a hub id, a .gguf file or 'demo'.")
+    engine_options: dict[str, Any] = Field(default_factory=dict, description="Fields of EngineConfig.")
+    temperature: float | None = None
+    max_tokens: int | None = None
+    stop: list[str] | str | None = None
+    seed: int | None = None
+    sampling: dict[str, Any] = Field(default_factory=dict, description="Any other field of SamplingParams.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the chat template."
+    )
+
+    _uses: EngineUses = PrivateAttr()
+
+    def __init__(self, model: str, *, engine: Engine | None = None, **kwargs: Any) -> None:
+        """engine: an open engine to use instead of opening ``model``."""
+        unknown = sorted(set(kwargs) - set(type(self).model_fields))
+        if unknown:
+            raise TypeError(f"PagedLLM has no option {unknown[0]!r}; options of SamplingParams go into sampling={{}}")
+        super().__init__(model=model, **kwargs)
+        self._uses = EngineUses(self.engine_options, engine)
+        self._params({})  # out-of-range values raise here, not at the first call
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "PagedLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Opens the model: its context decides how LlamaIndex cuts and packs texts."""
+        return LLMMetadata(
+            context_window=self._engine.max_model_len,
+            num_output=self._params({}).resolved(self._engine.generation_config).max_tokens or 1,
+            is_chat_model=True,
+            is_function_calling_model=True,
+            model_name=self.model,
+            system_role=MessageRole.SYSTEM,
+        )
+
+    def close(self) -> None:
+        """Give up the engine; the last user's close frees its memory."""
+        self._uses.close()
+
+    @property
+    def _engine(self) -> Engine:
+        return self._uses.get(self.model)
+
+    def _params(self, kwargs: dict[str, Any], stream: bool = False) -> SamplingParams:
+        own = {name: getattr(self, name) for name in ("temperature", "max_tokens", "stop", "seed")}
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params = sampling_params(own, self.sampling, kwargs, output_kind=kind)
+        if stream and params.n > 1:
+            raise RequestRejectedError(f"a stream has one output, but n is {params.n}")
+        return params
+
+    # --- chat ----------------------------------------------------------------------------------------------------
+
+    def _submit_chat(
+        self, messages: Sequence[ChatMessage], kwargs: dict[str, Any], stream: bool = False
+    ) -> tuple[ChatCall, RequestHandle]:
+        options = {name: kwargs[name] for name in _CHAT_OPTIONS if kwargs.get(name) is not None}
+        sampling = {k: v for k, v in kwargs.items() if k not in (*_CHAT_OPTIONS, "chat_template_kwargs")}
+        template = {**self.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
+        params = self._params(sampling, stream)
+        call = prepare_chat(self._engine.tokenizer, to_dicts(messages), params, **options, **template)
+        return call, self._engine.submit(call.prompt, call.params)
+
+    def _chat_response(self, call: ChatCall, output: RequestOutput) -> ChatResponse:
+        completion = output.outputs[0]
+        reply = call.parse(completion.text, completion.finish_reason)
+        reason = reply.finish_reason(completion.finish_reason)
+        return response_from(reply, raw_of(output, self.model), logprobs_of(completion), reason)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        call, handle = self._submit_chat(messages, kwargs)
+        return self._chat_response(call, _wait(handle))
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        call, handle = self._submit_chat(messages, kwargs)
+        return self._chat_response(call, await _wait_async(handle))
+
+    @llm_chat_callback()
+    def stream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> Generator[ChatResponse, None, None]:
+        call, handle = self._submit_chat(messages, kwargs, stream=True)
+
+        def stream() -> Generator[ChatResponse, None, None]:
+            reply = ReplyStream(call, self.model)
+            with closing(iter(handle)) as outputs:  # type: ignore[type-var]
+                for output in outputs:
+                    response = reply.response(output)
+                    if response is not None:
+                        yield response
+
+        return stream()
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> AsyncGenerator[ChatResponse, None]:
+        call, handle = self._submit_chat(messages, kwargs, stream=True)
+
+        async def stream() -> AsyncGenerator[ChatResponse, None]:
+            reply = ReplyStream(call, self.model)
+            async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    response = reply.response(output)
+                    if response is not None:
+                        yield response
+
+        return stream()
+
+    # --- completion ------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, prompt: str, formatted: bool, kwargs: dict[str, Any], stream: bool = False
+    ) -> RequestHandle:
+        text = prompt if formatted else self.completion_to_prompt(prompt)
+        return self._engine.submit(text, self._params(kwargs, stream))
+
+    def _completion(self, output: RequestOutput) -> CompletionResponse:
+        completion, raw = output.outputs[0], raw_of(output, self.model)
+        return CompletionResponse(
+            text=completion.text,
+            raw=raw,
+            logprobs=logprobs_of(completion),
+            additional_kwargs={"finish_reason": completion.finish_reason, **raw["usage"]},
+        )
+
+    def _completion_part(self, output: RequestOutput, text: str, tokens: int) -> CompletionResponse:
+        completion, raw = output.outputs[0], raw_of(output, self.model, tokens)
+        extra = {"finish_reason": completion.finish_reason, **raw["usage"]} if output.finished else {}
+        return CompletionResponse(
+            text=text, delta=completion.text, raw=raw, logprobs=logprobs_of(completion), additional_kwargs=extra
+        )
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return self._completion(_wait(self._submit(prompt, formatted, kwargs)))
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return self._completion(await _wait_async(self._submit(prompt, formatted, kwargs)))
+
+    @llm_completion_callback()
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> Generator[CompletionResponse, None, None]:
+        handle = self._submit(prompt, formatted, kwargs, stream=True)
+
+        def stream() -> Generator[CompletionResponse, None, None]:
+            text, tokens = "", 0
+            with closing(iter(handle)) as outputs:  # type: ignore[type-var]
+                for output in outputs:
+                    text, tokens = text + output.outputs[0].text, tokens + len(output.outputs[0].token_ids)
+                    yield self._completion_part(output, text, tokens)
+
+        return stream()
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> AsyncGenerator[CompletionResponse, None]:
+        handle = self._submit(prompt, formatted, kwargs, stream=True)
+
+        async def stream() -> AsyncGenerator[CompletionResponse, None]:
+            text, tokens = "", 0
+            async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    text, tokens = text + output.outputs[0].text, tokens + len(output.outputs[0].token_ids)
+                    yield self._completion_part(output, text, tokens)
+
+        return stream()
+
+    # --- tools -------------------------------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = list(chat_history or [])
+        if user_msg is not None:
+            messages.append(
+                ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg
+            )
+        offered = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        prepared: dict[str, Any] = {"messages": messages, **kwargs}
+        if offered:
+            prepared["tools"] = offered
+            prepared["tool_choice"] = tool_choice or ("required" if tool_required else "auto")
+            prepared["parallel_tool_calls"] = allow_parallel_tool_calls
+        return prepared
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
+    ) -> ChatResponse:
+        extra, message = response.message.additional_kwargs, response.message
+        if not allow_parallel_tool_calls and len(extra.get("tool_calls") or ()) > 1:
+            extra["tool_calls"] = extra["tool_calls"][:1]
+            calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)][:1]
+            message.blocks = [*(b for b in message.blocks if isinstance(b, TextBlock)), *calls]
+        return response
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response; of one that is still streaming, with the arguments there are so far."""
+        selections = []
+        for call in response.message.additional_kwargs.get("tool_calls") or ():
+            function = call["function"]
+            try:
+                arguments = parse_partial_json(function["arguments"]) if function["arguments"] else {}
+            except ValueError:
+                arguments = {}
+            selections.append(
+                ToolSelection(
+                    tool_id=call["id"],
+                    tool_name=function["name"],
+                    tool_kwargs=arguments if isinstance(arguments, dict) else {},
+                )
+            )
+        if not selections and error_on_no_tool_call:
+            raise ValueError(f"the model called no tool; it said: {response.message.content!r}")
+        return selections
+
+
+def _wait(handle: RequestHandle) -> RequestOutput:
+    try:
+        return handle.result()
+    finally:
+        handle.abort()  # no effect on a finished one; on Ctrl-C nothing goes on in the background
+
+
+async def _wait_async(handle: RequestHandle) -> RequestOutput:
+    last = None
+    async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
+        async for last in outputs:
+            pass
+    if last is None:
+        raise RuntimeError("a request ended without a result")
+    return last
+
+
+__all__ = ["PagedLLM"]
