@@ -22,6 +22,8 @@ from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 
 _MOST_THREADS = 256  # callers of one synchronous batch that wait at the same time
 _REMOTE_ONLY = ("api_key", "max_retries")
+CONFIG = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+"""For the models too: LangChain's own bases, which come later, would let any misspelt option pass."""
 
 
 class InvalidRequestError(ModelInvalidRequestError, RequestRejectedError):
@@ -74,13 +76,15 @@ class PagedOptions(BaseModel):
 
     _uses: EngineUses = PrivateAttr()
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+    model_config = CONFIG
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            values = {ALIASES.get(name, name): value for name, value in values.items() if name not in _REMOTE_ONLY}
+            values = {
+                ALIASES.get(name, name): value for name, value in values.items() if name not in _REMOTE_ONLY
+            }
             if "model" not in values and "model_name" in values:
                 values["model"] = values.pop("model_name")
         return values
@@ -106,12 +110,16 @@ class PagedOptions(BaseModel):
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def _params(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any], stream: bool = False) -> SamplingParams:
+    def _params(
+        self, stop: Sequence[str] | None, kwargs: Mapping[str, Any], stream: bool = False
+    ) -> SamplingParams:
         """constructor < model_kwargs < this call's keywords < this call's ``stop``."""
         merged: dict[str, Any] = {}
         call = {name: value for name, value in kwargs.items() if name != "model"}
         for layer in (self._sampling(), self.model_kwargs, call, {"stop": stop}):
-            merged.update({ALIASES.get(name, name): value for name, value in layer.items() if value is not None})
+            merged.update(
+                {ALIASES.get(name, name): value for name, value in layer.items() if value is not None}
+            )
         wanted, top = merged.pop("logprobs", None), merged.pop("top_logprobs", None)
         if wanted is not None and wanted is not False:
             merged["logprobs"] = wanted if wanted is not True else top or 0
@@ -148,7 +156,11 @@ class PagedOptions(BaseModel):
             return list(await asyncio.gather(*map(one, handles)))
 
     def _deltas(self, handle: RequestHandle) -> Iterator[RequestOutput]:
-        with translated_errors(), Deadline([handle], self.timeout) as deadline, closing(iter(handle)) as stream:  # type: ignore[type-var]
+        with (
+            translated_errors(),
+            Deadline([handle], self.timeout) as deadline,
+            closing(iter(handle)) as stream,
+        ):  # type: ignore[type-var]
             for output in stream:
                 yield deadline.checked(output)
 

@@ -18,8 +18,14 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
 from paged_backend.adapters.engines import openai_logprobs, usage
-from paged_backend.adapters.langchain_base import PagedOptions, translated_errors, wide
-from paged_backend.adapters.langchain_messages import chunk_from, message_from, spoil, to_dicts, usage_metadata
+from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
+from paged_backend.adapters.langchain_messages import (
+    chunk_from,
+    message_from,
+    spoil,
+    to_dicts,
+    usage_metadata,
+)
 from paged_backend.adapters.langchain_structured import structured_runnable
 from paged_backend.engine.async_engine import Engine
 from paged_backend.outputs import RequestOutput
@@ -36,6 +42,8 @@ class ChatPaged(PagedOptions, BaseChatModel):
     ``generate`` and the ``as_completed`` forms hand over all their prompts at once.
     """
 
+    model_config = CONFIG
+
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
 
@@ -46,7 +54,11 @@ class ChatPaged(PagedOptions, BaseChatModel):
     # --- one conversation ------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any], stream: bool = False
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        stream: bool = False,
     ) -> tuple[Engine, ChatCall]:
         options = {name: kwargs[name] for name in _CHAT_OPTIONS if kwargs.get(name) is not None}
         template = {**(self.chat_template_kwargs or {}), **(kwargs.get("chat_template_kwargs") or {})}
@@ -103,7 +115,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
                 usage_metadata=usage_metadata(output, len(completion.token_ids)),
             )
             generations.append(ChatGeneration(message=message, generation_info=info))
-        return ChatResult(generations=generations, llm_output={"token_usage": usage([output]), "model_name": name})
+        return ChatResult(
+            generations=generations, llm_output={"token_usage": usage([output]), "model_name": name}
+        )
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +183,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
     def batch(self, inputs: list[LanguageModelInput], config: Any = None, **kwargs: Any) -> list[AIMessage]:
         return super().batch(inputs, wide(config, len(inputs)), **kwargs)
 
-    def batch_as_completed(self, inputs: Sequence[LanguageModelInput], config: Any = None, **kwargs: Any) -> Any:
+    def batch_as_completed(
+        self, inputs: Sequence[LanguageModelInput], config: Any = None, **kwargs: Any
+    ) -> Any:
         return super().batch_as_completed(inputs, wide(config, len(inputs)), **kwargs)
 
     # --- tools and structured output -----------------------------------------------------------------------------------
@@ -210,7 +226,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._ls_params("chat", stop, kwargs)
 
-    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
         """Tokens of the prompt that these messages, and tools, become."""
         tokenizer = self._engine({}).tokenizer
         offered = [convert_to_openai_tool(tool) for tool in tools or ()]
@@ -276,12 +294,11 @@ class _Stream:
         info = {"finish_reason": reason, "model_name": self._model, "model_provider": "paged_backend"}
         message = chunk_from(
             last,
+            spoiled,
             response_metadata=info,
             usage_metadata=usage_metadata(output, self._tokens),
             chunk_position="last",
         )
-        if spoiled:
-            message = message.model_copy(update={"tool_call_chunks": [*message.tool_call_chunks, *spoiled]})
         yield ChatGenerationChunk(message=message)
 
     def _chunk(self, delta: ReplyDelta, logprobs: list[dict[str, Any]] | None) -> ChatGenerationChunk:

@@ -11,7 +11,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from paged_backend.adapters.engines import openai_logprobs, usage
-from paged_backend.adapters.langchain_base import PagedOptions, translated_errors, wide
+from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
@@ -23,6 +23,8 @@ class PagedLLM(PagedOptions, BaseLLM):
     Nothing is loaded before the first call. All prompts of a ``generate``, ``batch`` or ``abatch`` go to the engine at
     once; with ``max_concurrency`` at most so many are in flight, a new one starting whenever one ends.
     """
+
+    model_config = CONFIG
 
     @property
     def _llm_type(self) -> str:

@@ -106,10 +106,17 @@ def message_from(reply: ParsedReply, **fields: Any) -> AIMessage:
     )
 
 
-def chunk_from(delta: ReplyDelta, **fields: Any) -> AIMessageChunk:
-    chunks = [
-        tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=call.index) for call in delta.calls
-    ]
+def chunk_from(delta: ReplyDelta, spoiled: Sequence[Any] = (), **fields: Any) -> AIMessageChunk:
+    """spoiled: further chunks, from :func:`spoil`. Pieces of one call become one chunk, else they are never joined."""
+    merged: dict[int, dict[str, Any]] = {}
+    for call in delta.calls:
+        entry = merged.setdefault(call.index, {"name": None, "args": "", "id": None})
+        entry["name"], entry["id"] = entry["name"] or call.name, entry["id"] or call.id
+        entry["args"] += call.arguments
+    for chunk in spoiled:
+        entry = merged.setdefault(chunk["index"], {"name": chunk["name"], "args": "", "id": chunk["id"]})
+        entry["args"] += chunk["args"]
+    chunks = [tool_call_chunk(index=index, **entry) for index, entry in merged.items()]
     return AIMessageChunk(content=delta.content, tool_call_chunks=chunks, **fields)
 
 
@@ -133,15 +140,21 @@ def spoil(invalid: Sequence[InvalidToolCall], streamed: Mapping[str, tuple[int, 
 
 
 def _unfit(text: str) -> str:
+    """What to append to ``text`` so that it is not the beginning of any JSON."""
+    stack: list[str] = []
     inside = escaped = False
     for char in text:
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = inside
+        if inside:
+            inside = char != '"' or escaped
+            escaped = char == "\\" and not escaped
         elif char == '"':
-            inside = not inside
-    return ("\\" if escaped else "") + ('"' if inside else "") + "]}]"
+            inside, escaped = True, False
+        elif char in "{[":
+            stack.append("}" if char == "{" else "]")
+        elif char in "}]" and stack:
+            stack.pop()
+    wrong = "]" if stack and stack[-1] == "}" else "}"
+    return ("\\" if escaped else "") + ('"' if inside else "") + wrong
 
 
 def usage_metadata(output: RequestOutput, completion_tokens: int) -> UsageMetadata:

@@ -167,9 +167,10 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     for name in _OPERATIONS:
         setattr(kernels, name, marks.wrap("kernel calls", getattr(kernels, name)))
     size, window = config.block_size, sliding_window(loaded.spec)
-    block_bytes = ModelRunner.block_bytes(loaded.spec, size)
+    kv_dtype = getattr(torch, config.stored_kv_dtype)
+    block_bytes = ModelRunner.block_bytes(loaded.spec, size, kv_dtype)
     blocks = config.num_blocks or pool_blocks(config, loaded.max_model_len, block_bytes)
-    runner: Any = ModelRunner(loaded.decoder, kernels, blocks, size)
+    runner: Any = ModelRunner(loaded.decoder, kernels, blocks, size, kv_dtype)
     cache = CacheManager(blocks, size, window, config.enable_prefix_caching)
     scheduler: Any = Scheduler(
         cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens

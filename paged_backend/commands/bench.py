@@ -116,6 +116,8 @@ def memory(
 
 def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
     """A real model under our side of the comparison."""
+    import torch
+
     from paged_backend.config import EngineConfig
     from paged_backend.engine.factory import sliding_window
     from paged_backend.kernels.select import select_kernels
@@ -125,7 +127,8 @@ def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: 
     config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
     kernels = select_kernels(config.kernels, config.threads)
     loaded = load_model(config, kernels)
-    runner = ModelRunner(loaded.decoder, kernels, num_blocks, config.block_size)
+    kv_dtype = getattr(torch, config.stored_kv_dtype)
+    runner = ModelRunner(loaded.decoder, kernels, num_blocks, config.block_size, kv_dtype)
     return {"model": runner, "window": sliding_window(loaded.spec)}
 
 

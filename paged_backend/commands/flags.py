@@ -72,6 +72,7 @@ ENGINE: Mapping[str, Flag] = {
     "dtype": Flag(str, "How weights are stored: auto, float32 or bfloat16."),
     "kernels": Flag(str, "auto, c (an error if they cannot be built) or reference (torch)."),
     "quantization": Flag(str, "Weights in int8 or int4 instead of the checkpoint's precision."),
+    "kv_cache_dtype": Flag(str, "Keys and values in float32 or bfloat16; auto: bfloat16 with quantization."),
     "max_model_len": Flag(int, "Longest prompt + answer in tokens. Default: the model's context."),
     "block_size": Flag(int, "Tokens per KV block."),
     "num_blocks": Flag(int, "Size of the KV pool in blocks."),

@@ -79,7 +79,9 @@ class BeamGroup:
         return len(self._beams)
 
     def propose(self, beam: int, proposal: Proposal) -> bool:
-        """Take one beam's proposal; True once every beam has made its own. Making it again changes nothing."""
+        """Take one beam's proposal; True if it is the last one missing. Making it again, after preemption, changes nothing."""
+        if beam in self._proposals:
+            return False
         self._proposals[beam] = proposal
         return len(self._proposals) == len(self._beams)
 

@@ -161,13 +161,17 @@ class EngineCore:
         self.num_steps += 1
         now = time.monotonic()
         updates: list[Update] = []
+        complete: list[Request] = []  # beams that were the last of their group to make a proposal
         for (request, count), result in zip(picked, results):
             if request.status is Status.FINISHED:
                 continue  # another beam of its group has failed in this step
             if isinstance(result, Exception):
                 updates.extend(self._fail(request, result))
             else:
-                self._advance(request, count, result, now, updates)
+                self._advance(request, count, result, now, updates, complete)
+        for request in complete:
+            if request.group is not None and request.status is not Status.FINISHED:
+                self._branch(request, request.group, now, updates)
         self.usage.add(self._usage())
         if self.always_check:
             self.check()
@@ -241,7 +245,13 @@ class EngineCore:
         return results
 
     def _advance(
-        self, request: Request, count: int, result: Result, now: float, updates: list[Update]
+        self,
+        request: Request,
+        count: int,
+        result: Result,
+        now: float,
+        updates: list[Update],
+        complete: list[Request],
     ) -> None:
         first, end = self._scored_positions(request, count)
         request.num_computed += count
@@ -252,7 +262,8 @@ class EngineCore:
                 updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
             return
         if request.group is not None:
-            self._propose(request, request.group, result.sampled[0], now, updates)
+            if self._propose(request, result.sampled[0], updates):
+                complete.append(request)
             return
         members = [request]
         for i in range(1, request.seats):
@@ -305,20 +316,16 @@ class EngineCore:
 
     # --- beam search ---------------------------------------------------------------------------------------------
 
-    def _propose(
-        self,
-        request: Request,
-        group: BeamGroup,
-        sampled: Sampled | Exception,
-        now: float,
-        updates: list[Update],
-    ) -> None:
-        """Take a beam's continuations; when it is the last of its group, move the whole group on."""
+    def _propose(self, request: Request, sampled: Sampled | Exception, updates: list[Update]) -> bool:
+        """Take a beam's continuations; True if it was the last of its group to give them."""
         if isinstance(sampled, Exception):
             updates.extend(self._fail(request, sampled))
-            return
-        if not group.propose(request.index, sampled.top or ()):
-            return
+        elif request.group is not None:
+            return request.group.propose(request.index, sampled.top or ())
+        return False
+
+    def _branch(self, request: Request, group: BeamGroup, now: float, updates: list[Update]) -> None:
+        """Move a group on. Comes after the step, when each of its beams is known to be computed as far as it was asked."""
         try:
             picks = group.advance()
         except Exception as error:  # from a stop criterion

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
@@ -22,10 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paged_backend")
 
+
 def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
     """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
-    import torch
-
     from paged_backend.kernels.select import select_kernels
     from paged_backend.models.loading import load_model
 
@@ -44,9 +45,10 @@ def start_engine(
     on_release: Callable[[], bool] = lambda: True,
 ) -> Engine:
     """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
-    block_bytes = ModelRunner.block_bytes(model.spec, config.block_size)
+    kv_dtype = getattr(torch, config.stored_kv_dtype)
+    block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
-    runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size)
+    runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
     cache = CacheManager(
         num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
     )

@@ -59,21 +59,28 @@ class Result:
 class ModelRunner:
     """Owns the model's KV memory: ``num_blocks`` blocks of ``block_size`` tokens in every layer."""
 
-    def __init__(self, model: Model, kernels: Kernels, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
         spec = model.spec
         self.model = model
         self.kernels = kernels
         self.block_size = block_size
         self.vocab_size = spec.vocab_size
         self.caches = kernels.empty_cache(
-            spec.num_layers, num_blocks, spec.num_kv_heads, spec.head_dim, block_size
+            spec.num_layers, num_blocks, spec.num_kv_heads, spec.head_dim, block_size, kv_dtype
         )
         self.sampler = Sampler()
 
     @staticmethod
-    def block_bytes(spec: DecoderSpec, block_size: int) -> int:
-        """Bytes of one block over all layers (float32 keys and values)."""
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * 4
+    def block_bytes(spec: DecoderSpec, block_size: int, kv_dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of one block's keys and values over all layers."""
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * kv_dtype.itemsize
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:

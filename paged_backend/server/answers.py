@@ -43,7 +43,9 @@ async def unless_gone(serving: Serving, request: Request, work: Coroutine[Any, A
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait({task, gone}, timeout=serving.config.request_timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {task, gone}, timeout=serving.config.request_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
         if task.done():
             return task.result()
         if gone.done():
@@ -108,7 +110,9 @@ class EventStream(Response):
 
     async def _stream(self, send: Any) -> None:
         patience = Patience(send, self._serving.config.slow_reader_timeout)
-        await patience({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await patience(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         loop = asyncio.get_running_loop()
         timeout = self._serving.config.request_timeout
         deadline = None if timeout is None else loop.time() + timeout
@@ -127,9 +131,13 @@ class EventStream(Response):
         except Exception as error:
             if isinstance(error, ClientGoneError):
                 raise
-            told = timed_out(self._serving) if isinstance(error, asyncio.TimeoutError) else as_api_error(error)
+            told = (
+                timed_out(self._serving) if isinstance(error, asyncio.TimeoutError) else as_api_error(error)
+            )
             if told.status >= 500:
-                logger.error("a stream ended in an error: %r", error, exc_info=self._serving.config.log_prompts)
+                logger.error(
+                    "a stream ended in an error: %r", error, exc_info=self._serving.config.log_prompts
+                )
             await patience({"type": "http.response.body", "body": self._on_error(told), "more_body": True})
         finally:
             with contextlib.suppress(Exception):

@@ -50,7 +50,11 @@ def create_app(
     """
     config = config or ServerConfig()
     if link is None:
-        link = LocalLink(lambda: _local_engine(engine_config)) if config.in_process else ProcessLink(engine_config)
+        link = (
+            LocalLink(lambda: _local_engine(engine_config))
+            if config.in_process
+            else ProcessLink(engine_config)
+        )
     client = EngineClient(config.max_waiting, engine_config.seed)
     metrics = Metrics((config.served_model_names or (engine_config.model,))[0])
     client.on_finished = metrics.finished
@@ -137,7 +141,9 @@ def _http_error(request: Request, error: Exception) -> Response:
     if status == 404:
         raise ApiError(404, f"there is no route {path!r}", code="unknown_url")
     if status == 405:
-        raise ApiError(405, f"{path!r} does not take {request.method}", code="method_not_allowed", headers=headers)
+        raise ApiError(
+            405, f"{path!r} does not take {request.method}", code="method_not_allowed", headers=headers
+        )
     raise ApiError(status, str(getattr(error, "detail", error)), code="http_error", headers=headers)
 
 

@@ -31,7 +31,7 @@ class ApiKeys:
             return True
         given = _digest(_key_in(authorization or ""))
         # all of them are compared, whichever matches: the time taken tells nothing
-        return any([hmac.compare_digest(given, known) for known in self._digests])
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
 
 
 def _key_in(authorization: str) -> str:
@@ -57,7 +57,9 @@ def collect_keys(
     """Keys from flags, a file with one a line (# begins a comment), and ``PAGED_BACKEND_API_KEY`` (commas between)."""
     keys = [*given, *environment.get(KEY_VARIABLE, "").split(",")]
     if file is not None:
-        found = [line.strip() for line in file.read_text("utf-8").splitlines() if not line.lstrip().startswith("#")]
+        found = [
+            line.strip() for line in file.read_text("utf-8").splitlines() if not line.lstrip().startswith("#")
+        ]
         if not any(found):
             raise ValueError(f"{file} has no API key; an empty file would open the server to everybody")
         keys += found

@@ -64,7 +64,10 @@ async def create_chat_completion(request: Request) -> Response:
 async def _open(serving: Serving, body: ChatRequest) -> _Answer:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
-            400, "give max_tokens or max_completion_tokens, not both", param="max_tokens", code="invalid_value"
+            400,
+            "give max_tokens or max_completion_tokens, not both",
+            param="max_tokens",
+            code="invalid_value",
         )
     max_tokens = body.max_completion_tokens or body.max_tokens
     form = form_of(
@@ -132,7 +135,9 @@ class _Answer:
         if body.logprobs:
             entries = [entry for part in parts for entry in part.logprobs or ()]
             as_ids = bool(body.return_tokens_as_token_ids)
-            logprobs = ChoiceLogprobs(content=chat_logprobs(entries, body.top_logprobs or 0, as_ids), refusal=None)
+            logprobs = ChoiceLogprobs(
+                content=chat_logprobs(entries, body.top_logprobs or 0, as_ids), refusal=None
+            )
         extra: dict[str, Any] = {"stop_reason": last.stop_reason}
         if body.return_token_ids:
             extra["token_ids"] = [token for part in parts for token in part.token_ids]
@@ -163,7 +168,9 @@ class _Answer:
         body, ticket = self._body, self.job.tickets[0]
         first: dict[str, Any] = {}
         yield b"".join(
-            self._event([ChunkChoice(index=i, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)])
+            self._event(
+                [ChunkChoice(index=i, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)]
+            )
             for i in range(body.n or 1)
         )
         if body.return_token_ids:
@@ -208,7 +215,9 @@ class _Answer:
             reason: Any = reply.finish_reason
             end: dict[str, Any] = {"stop_reason": output.stop_reason}
             chunks.append(
-                ChunkChoice(index=output.index, delta=ChoiceDelta(), logprobs=None, finish_reason=reason, **end)
+                ChunkChoice(
+                    index=output.index, delta=ChoiceDelta(), logprobs=None, finish_reason=reason, **end
+                )
             )
         return chunks
 

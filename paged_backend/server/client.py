@@ -199,7 +199,9 @@ class EngineClient:
         for ticket in blamed:
             ticket.crashes += 1
             if ticket.crashes >= MAX_CRASHES:
-                logger.error("a request was running in each of %d engine crashes; it is given up", ticket.crashes)
+                logger.error(
+                    "a request was running in each of %d engine crashes; it is given up", ticket.crashes
+                )
                 ticket.fail(RequestFailedError("the engine crashed each time it ran this request"))
                 self._end(ticket, "error")
         for ticket in self._tickets.values():

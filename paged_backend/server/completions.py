@@ -46,7 +46,9 @@ async def create_completion(request: Request) -> Response:
 async def _open(serving: Serving, body: CompletionRequest) -> _Answer:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value")
+        raise ApiError(
+            400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value"
+        )
     if body.min_tokens and body.max_tokens is None:
         max_tokens = max(max_tokens, body.min_tokens)
     prompts = [fit_prompt(serving, body, ids, max_tokens) for ids in await _prompts(serving, body)]
@@ -66,9 +68,7 @@ async def _open(serving: Serving, body: CompletionRequest) -> _Answer:
 
 async def _prompts(serving: Serving, body: CompletionRequest) -> list[list[int]]:
     given: Any = body.prompt
-    if isinstance(given, str):
-        given = [given]
-    elif given and isinstance(given[0], int):
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
         raise ApiError(400, "prompt must not be empty", param="prompt", code="invalid_value")
@@ -144,7 +144,9 @@ class _Answer:
         self._begun.add(index)
         text = output.text if self._show_output else ""
         tokens = output.token_ids if self._show_output else []
-        logprobs = self._new_logprobs(index, number, first, tokens, output) if body.logprobs is not None else None
+        logprobs = (
+            self._new_logprobs(index, number, first, tokens, output) if body.logprobs is not None else None
+        )
         echoed = first and bool(body.echo)
         if echoed:
             skip = body.skip_special_tokens is not False
@@ -192,7 +194,9 @@ def _joined(pieces: list[CompletionChoice]) -> CompletionChoice:
     logprobs = None
     if scored:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        lists = {name: [item for part in scored for item in getattr(part, name)] for name in names}
+        lists: dict[str, Any] = {
+            name: [item for part in scored for item in getattr(part, name)] for name in names
+        }
         logprobs = Logprobs.construct(**lists)
     return CompletionChoice.construct(
         index=pieces[0].index,

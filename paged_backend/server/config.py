@@ -54,7 +54,9 @@ class ServerConfig:
             object.__setattr__(self, name, items)
         for key in self.api_keys:
             if not key.isascii() or key != key.strip():
-                raise ValueError("api_keys must be ASCII without spaces around them: they travel in an HTTP header")
+                raise ValueError(
+                    "api_keys must be ASCII without spaces around them: they travel in an HTTP header"
+                )
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a host name, got {self.host!r}")
         _whole("port", self.port, 0, 65535)

@@ -17,7 +17,12 @@ from paged_backend.errors import (
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.server.client import QueueFullError
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 _FIELDS = frozenset(("messages", "prompt", "tool_choice", "tools", *(f.name for f in fields(SamplingParams))))
 
 

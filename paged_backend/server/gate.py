@@ -51,7 +51,9 @@ class Gate:
             how = 'Basic realm="paged_backend: the API key is the password"' if browser else "Bearer"
             problem = "no API key was given" if given is None else "the API key is not valid"
             hint = "send it as 'Authorization: Bearer KEY'"
-            raise ApiError(401, f"{problem}: {hint}", code="invalid_api_key", headers={"WWW-Authenticate": how})
+            raise ApiError(
+                401, f"{problem}: {hint}", code="invalid_api_key", headers={"WWW-Authenticate": how}
+            )
         if self._serving.draining and path not in ALWAYS:
             wait = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=wait)
@@ -154,7 +156,12 @@ class LogFormat(logging.Formatter):
         fields = getattr(record, "fields", {})
         trace = self.formatException(record.exc_info) if record.exc_info else None
         if self._as_json:
-            line = {"time": stamp, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
+            line = {
+                "time": stamp,
+                "level": record.levelname.lower(),
+                "message": record.getMessage(),
+                **fields,
+            }
             if trace is not None:
                 line["traceback"] = trace
             return json.dumps(line)

@@ -1,4 +1,4 @@
-"""Links: where the engine runs. :class:`ProcessLink` starts it in a process of its own, :class:`LocalLink` in this one."""
+"""Links: where the engine runs. :class:`ProcessLink` starts a process for it, :class:`LocalLink` uses this one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class ProcessLink:
             hello = await _receive(reader)
         except EngineLostError:
             code = await self._process.wait()
-            raise EngineLostError(f"the engine process ended with status {code} before it was ready") from None
+            raise EngineLostError(
+                f"the engine process ended with status {code} before it was ready"
+            ) from None
         if hello["t"] == "failed":
             raise ModelLoadError(hello["message"])
         self._reading = asyncio.create_task(_read(reader, deliver))
@@ -125,7 +127,9 @@ class LocalLink:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._lane = ThreadPoolExecutor(1, "paged_backend-door")  # one thread, so that messages keep their order
+        self._lane = ThreadPoolExecutor(
+            1, "paged_backend-door"
+        )  # one thread, so that messages keep their order
         self._ended = asyncio.Event()
         self._session: Any = None
         self._deliver: Deliver | None = None

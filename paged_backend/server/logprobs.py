@@ -25,7 +25,9 @@ def spelled(token: int, item: Logprob, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else (item.decoded_token or "")
 
 
-def chat_logprobs(entries: Sequence[Entry], count: int, as_ids: bool = False) -> list[ChatCompletionTokenLogprob]:
+def chat_logprobs(
+    entries: Sequence[Entry], count: int, as_ids: bool = False
+) -> list[ChatCompletionTokenLogprob]:
     """One item per token: the sampled one, with the ``count`` most likely."""
     items = []
     for entry in entries:
@@ -35,7 +37,9 @@ def chat_logprobs(entries: Sequence[Entry], count: int, as_ids: bool = False) ->
         text = spelled(token, sampled, as_ids)
         top = [
             TopLogprob(
-                token=(name := spelled(other, item, as_ids)), logprob=finite(item.logprob), bytes=list(name.encode())
+                token=(name := spelled(other, item, as_ids)),
+                logprob=finite(item.logprob),
+                bytes=list(name.encode()),
             )
             for other, item in likely
         ]
@@ -93,7 +97,11 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, An
         None
         if entry is None
         else {
-            str(token): {"logprob": finite(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
+            str(token): {
+                "logprob": finite(item.logprob),
+                "rank": item.rank,
+                "decoded_token": item.decoded_token,
+            }
             for token, item in entry.items()
         }
         for entry in entries

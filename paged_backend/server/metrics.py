@@ -11,7 +11,27 @@ from paged_backend.server.client import EngineClient
 from paged_backend.server.ticket import Ticket
 
 PREFIX = "paged_backend:"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+    1800,
+)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _GAUGES = {
     "num_requests_running": ("num_running", "Sequences in the batch."),
@@ -39,21 +59,30 @@ class Metrics:
         self._counters = {stat: self._make(Counter, name, text) for name, (stat, text) in _COUNTERS.items()}
         self._last: dict[str, float] = {}
         self._restarts = self._make(Gauge, "engine_restarts", "Times the engine was lost and started again.")
-        self._in_flight = self._make(Gauge, "num_requests_in_flight", "Requests the server has not answered in full.")
-        self._prompt = self._make(Counter, "prompt_tokens", "Prompt tokens of requests that the engine took in.")
+        self._in_flight = self._make(
+            Gauge, "num_requests_in_flight", "Requests the server has not answered in full."
+        )
+        self._prompt = self._make(
+            Counter, "prompt_tokens", "Prompt tokens of requests that the engine took in."
+        )
         self._generation = self._make(Counter, "generation_tokens", "Tokens generated.")
         self._success = Counter(
             PREFIX + "request_success", "Requests that ended, by how.", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
         self._http = Counter(
-            PREFIX + "http_requests", "HTTP answers.", ["model_name", "route", "status"], registry=self.registry
+            PREFIX + "http_requests",
+            "HTTP answers.",
+            ["model_name", "route", "status"],
+            registry=self.registry,
         )
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.")
-        self._prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.")
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token."
+        )
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.")
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt lengths.", _TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output lengths.", _TOKENS)

@@ -36,7 +36,9 @@ async def chat_prompt(serving: Serving, body: Any, tools: Sequence[Mapping[str, 
 
 def _render(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     if body.continue_final_message and body.add_generation_prompt:
-        raise _refused("continue_final_message", "and add_generation_prompt exclude each other", "invalid_value")
+        raise _refused(
+            "continue_final_message", "and add_generation_prompt exclude each other", "invalid_value"
+        )
     if body.chat_template is not None and not serving.config.trust_request_chat_template:
         raise _refused(
             "chat_template",
@@ -130,7 +132,10 @@ def fit_prompt(serving: Serving, body: Sampling, ids: list[int], max_tokens: int
     if keep is None:
         if body.truncation_side is not None:
             raise ApiError(
-                400, "truncation_side needs truncate_prompt_tokens", param="truncation_side", code="invalid_value"
+                400,
+                "truncation_side needs truncate_prompt_tokens",
+                param="truncation_side",
+                code="invalid_value",
             )
     else:
         if keep == 0:
@@ -144,7 +149,11 @@ def fit_prompt(serving: Serving, body: Sampling, ids: list[int], max_tokens: int
     if not ids:
         raise RequestRejectedError("the prompt is empty: give at least one token")
     if len(ids) + (max_tokens or 1) > limit:
-        wanted = f" and {max_tokens} new ones are asked for" if max_tokens else " and there must be room for a new one"
+        wanted = (
+            f" and {max_tokens} new ones are asked for"
+            if max_tokens
+            else " and there must be room for a new one"
+        )
         raise ContextOverflowError(
             f"the prompt has {len(ids)} tokens{wanted}, which exceeds the context window: this model's maximum context "
             f"length is {limit} tokens"

@@ -100,7 +100,7 @@ def _bad(param: str, problem: str) -> ApiError:
 
 
 class Reply:
-    """One choice while it comes: plain text, or text and calls. A stream and a whole answer are made of the same deltas.
+    """One choice while it comes: plain text, or text and calls. Streams and whole answers are made of the same deltas.
 
     ``content`` and ``calls`` (complete deltas, one per call) are what has come so far.
     """
@@ -122,7 +122,9 @@ class Reply:
         if output.finished:
             pieces.append(parser.finish(output.finish_reason == "length"))
             lost = [call.arguments for call in parser.reply.invalid if call.name is None]
-            pieces.append(ReplyDelta("".join(lost)))  # calls that are none: their text is all there is to give
+            pieces.append(
+                ReplyDelta("".join(lost))
+            )  # calls that are none: their text is all there is to give
             self.finish_reason = parser.reply.finish_reason(output.finish_reason)
         delta = ReplyDelta("".join(piece.content for piece in pieces))
         delta.calls = _one_each([call for piece in pieces for call in piece.calls])

@@ -51,7 +51,9 @@ class ResponseBuilder:
         yield self._sent(
             [
                 kinds.ResponseCreatedEvent(response=opening, sequence_number=0, type="response.created"),
-                kinds.ResponseInProgressEvent(response=opening, sequence_number=0, type="response.in_progress"),
+                kinds.ResponseInProgressEvent(
+                    response=opening, sequence_number=0, type="response.in_progress"
+                ),
             ]
         )
         async for batch in self.job.news():
@@ -64,13 +66,19 @@ class ResponseBuilder:
         if self._status == "completed":
             ending = kinds.ResponseCompletedEvent(response=last, sequence_number=0, type="response.completed")
         else:
-            ending = kinds.ResponseIncompleteEvent(response=last, sequence_number=0, type="response.incomplete")
+            ending = kinds.ResponseIncompleteEvent(
+                response=last, sequence_number=0, type="response.incomplete"
+            )
         yield self._sent([*closing, ending])
 
     def failure(self, error: ApiError) -> kinds.ResponseErrorEvent:
         """What a stream ends with when it cannot go on."""
         return kinds.ResponseErrorEvent(
-            code=error.code, message=error.message, param=error.param, sequence_number=self._sequence, type="error"
+            code=error.code,
+            message=error.message,
+            param=error.param,
+            sequence_number=self._sequence,
+            type="error",
         )
 
     def _sent(self, events: list[Any]) -> bytes:
@@ -135,7 +143,11 @@ class ResponseBuilder:
         if self._message is None:
             self._message_index = len(self._items)
             self._message = kinds.ResponseOutputMessage(
-                id=f"msg_{uuid.uuid4().hex}", content=[], role="assistant", status="in_progress", type="message"
+                id=f"msg_{uuid.uuid4().hex}",
+                content=[],
+                role="assistant",
+                status="in_progress",
+                type="message",
             )
             events.append(self._added(self._message))
             part = kinds.ResponseOutputText(annotations=[], text="", type="output_text", logprobs=[])
@@ -179,7 +191,10 @@ class ResponseBuilder:
         index = len(self._items)
         self._items.append(item)
         return kinds.ResponseOutputItemAddedEvent(
-            item=item.model_copy(deep=True), output_index=index, sequence_number=0, type="response.output_item.added"
+            item=item.model_copy(deep=True),
+            output_index=index,
+            sequence_number=0,
+            type="response.output_item.added",
         )
 
     def _close(self) -> list[Any]:

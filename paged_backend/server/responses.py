@@ -40,7 +40,10 @@ async def create_response(request: Request) -> Response:
     answer = await unless_gone(serving, request, _open(serving, body))
     if body.stream:
         return EventStream(
-            serving, answer.job, answer.events(), lambda error: event(answer.failure(error).model_dump_json(), "error")
+            serving,
+            answer.job,
+            answer.events(),
+            lambda error: event(answer.failure(error).model_dump_json(), "error"),
         )
     with answer.job:
         response = await unless_gone(serving, request, answer.whole())
@@ -57,10 +60,14 @@ async def _open(serving: Serving, body: ResponsesRequest) -> ResponseBuilder:
         if structured is not None:
             raise _bad("text", "and structured_outputs exclude each other")
         structured = form_as_structured(text["format"], text["format"], "text.format")
-    tools = None if body.tools is None else [_chat_tool(number, tool) for number, tool in enumerate(body.tools)]
+    tools = (
+        None if body.tools is None else [_chat_tool(number, tool) for number, tool in enumerate(body.tools)]
+    )
     form = form_of(serving.tokenizer, tools or None, body.tool_choice, body.parallel_tool_calls, structured)
     chat = ChatRequest.model_construct(
-        messages=_messages(body), chat_template_kwargs=body.chat_template_kwargs, add_special_tokens=body.add_special_tokens
+        messages=_messages(body),
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
     )
     ids = await chat_prompt(serving, chat, form.tools or None)
     ids = fit_prompt(serving, body, ids, body.max_output_tokens)
@@ -99,13 +106,17 @@ def _chat_tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool in the form of the chat API, where its parts are one level deeper."""
     if tool.get("type") != "function":
         raise _bad(f"tools.{number}", f"must be of type function, got {tool.get('type')!r:.60}")
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    function = {
+        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
+    }
     return {"type": "function", "function": function}
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The input as messages of a chat."""
-    items: Sequence[Any] = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items: Sequence[Any] = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})

@@ -26,7 +26,9 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Padding against eavesdroppers; not offered.")
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Padding against eavesdroppers; not offered."
+    )
 
 
 class Labels(Body):
@@ -35,7 +37,9 @@ class Labels(Body):
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = Field(None, description="Prefixes are always cached, and found by their tokens.")
+    prompt_cache_key: str | None = Field(
+        None, description="Prefixes are always cached, and found by their tokens."
+    )
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
 
@@ -43,7 +47,9 @@ class Labels(Body):
 class Sampling(Labels):
     """Sampling, which ``SamplingParams`` explains and checks."""
 
-    model: str | None = Field(None, description="As in /v1/models; may be left out, as a server has one model.")
+    model: str | None = Field(
+        None, description="As in /v1/models; may be left out, as a server has one model."
+    )
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -76,12 +82,17 @@ class Sampling(Labels):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=MAX_ID, description="Keep so many tokens of a longer prompt; -1: what fits."
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left by default.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where it is cut; left by default."
+    )
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='Tokens of logprobs are "token_id:N".')
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Cached prefixes are shared only with requests of equal salt."
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared only with requests of equal salt.",
     )
     request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
 
@@ -109,7 +120,9 @@ class Templating(Body):
 
 
 class ChatRequest(Sampling, Templating):
-    max_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="By default as much as the context leaves.")
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_ID, description="By default as much as the context leaves."
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -124,7 +137,9 @@ class ResponsesRequest(Sampling):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="By default what the context leaves.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MAX_ID, description="By default what the context leaves."
+    )
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -179,7 +194,11 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     """The request's body as a ``model``. Raises :class:`ApiError` 415 or 400, the latter naming the first bad field."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"the body must be application/json, got {kind or 'no content type'}", code="unsupported_media_type")
+        raise ApiError(
+            415,
+            f"the body must be application/json, got {kind or 'no content type'}",
+            code="unsupported_media_type",
+        )
     raw = await request.body()
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -206,8 +225,12 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> ApiError:
         path = ".".join(place)
         near = difflib.get_close_matches(place[-1], list(model.model_fields), 1) if len(place) == 1 else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return ApiError(400, f"unknown or unsupported field {path!r}{hint}", param=path, code="unsupported_parameter")
+        return ApiError(
+            400, f"unknown or unsupported field {path!r}{hint}", param=path, code="unsupported_parameter"
+        )
     if first["type"] == "missing":
-        return ApiError(400, f"field {'.'.join(place)!r} is required", param=name, code="missing_required_parameter")
+        return ApiError(
+            400, f"field {'.'.join(place)!r} is required", param=name, code="missing_required_parameter"
+        )
     what = first["msg"][:1].lower() + first["msg"][1:]
     return ApiError(400, f"{name}: {what}", param=name, code="invalid_value")

@@ -37,7 +37,7 @@ class Connections:
         connections = self._open
 
         class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by what is installed
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
                 connections[_peer(transport)] = transport
                 self._booked = _peer(transport)

@@ -145,4 +145,3 @@ def _kind(error: Exception) -> str:
     if isinstance(error, EngineClosedError):
         return "closed"
     return "rejected" if isinstance(error, (ValueError, TypeError)) else "failed"
-

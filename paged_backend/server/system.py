@@ -45,7 +45,10 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 
 def _model(serving: Serving, name: str) -> Model:
-    extra: dict[str, Any] = {"max_model_len": serving.client.max_model_len, "root": serving.engine_config.model}
+    extra: dict[str, Any] = {
+        "max_model_len": serving.client.max_model_len,
+        "root": serving.engine_config.model,
+    }
     return Model(id=name, object="model", created=serving.created, owned_by="paged_backend", **extra)
 
 

@@ -54,7 +54,12 @@ class Ticket:
 
     def message(self) -> Message:
         """What makes an engine run the rest of it."""
-        message: Message = {"t": "submit", "id": self.number, "prompt": self.prompt_token_ids, "params": self._wire}
+        message: Message = {
+            "t": "submit",
+            "id": self.number,
+            "prompt": self.prompt_token_ids,
+            "params": self._wire,
+        }
         if self.cache_salt is not None:
             message["salt"] = self.cache_salt
         if any(self._histories):

@@ -19,7 +19,9 @@ from paged_backend.server.protocol import HEADER, Message, pack, unpack
 
 def main(fd: int) -> None:
     """Serve the socket until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and then closes the socket
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which drains and then closes the socket
     line = socket.socket(fileno=fd)
     options = _receive(line)
     if options is None:

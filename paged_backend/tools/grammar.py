@@ -76,7 +76,8 @@ def _text_and_calls(tool_format: ToolFormat, many: bool) -> list[str]:
     if tool_format.name == "mistral":
         return [f"start: TEXT | trigger {_list(many)}", trigger, text]
     body = f'trigger "\\n" call "\\n{tool_format.end}"'
-    return [f"start: ({body}){'*' if many else '?'} TEXT", trigger, text]
+    # a second call could hide in text that followed the only one, so nothing does
+    return [f"start: ({body})* TEXT" if many else f"start: {body} | TEXT", trigger, text]
 
 
 def _list(many: bool) -> str:

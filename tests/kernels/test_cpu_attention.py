@@ -9,23 +9,30 @@ import torch
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
 
-Sequences = list[tuple[int, int]]  # (context length, new tokens)
+DTYPES = [torch.float32, torch.bfloat16]  # of the cache
 
 
 class Case:
     """Random K and V of some sequences, scattered over a NaN-filled pool; blocks a window has passed are block 0."""
 
-    def __init__(self, contexts: list[int], kv_heads: int, dim: int, size: int = 16) -> None:
+    def __init__(
+        self,
+        contexts: list[int],
+        kv_heads: int,
+        dim: int,
+        size: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.contexts, self.kv_heads, self.dim, self.size = contexts, kv_heads, dim, size
         counts = [-(-c // size) for c in contexts]
         total = sum(counts) + 1
         ids = torch.randperm(total - 1) + 1
         self.blocks = list(ids.split(counts))
-        self.k = [torch.randn(c, kv_heads, dim) for c in contexts]
-        self.v = [torch.randn(c, kv_heads, dim) for c in contexts]
+        self.k = [torch.randn(c, kv_heads, dim).to(dtype) for c in contexts]
+        self.v = [torch.randn(c, kv_heads, dim).to(dtype) for c in contexts]
         self.cache = LayerCache(
-            torch.full((total, kv_heads, dim, size), float("nan")),
-            torch.full((total, kv_heads, size, dim), float("nan")),
+            torch.full((total, kv_heads, dim, size), float("nan"), dtype=dtype),
+            torch.full((total, kv_heads, size, dim), float("nan"), dtype=dtype),
         )
         for blocks, k, v in zip(self.blocks, self.k, self.v):
             for j in range(len(k)):
@@ -104,11 +111,14 @@ class Case:
     ],
 )
 @pytest.mark.parametrize("variant", ["plain", "window", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_equals_dense(
-    kernels: CpuKernels, heads: int, kv_heads: int, dim: int, variant: str
+    kernels: CpuKernels, heads: int, kv_heads: int, dim: int, variant: str, dtype: torch.dtype
 ) -> None:
+    if dtype == torch.bfloat16 and variant not in ("plain", "all"):
+        pytest.skip("how K and V are stored does not meet the options between")
     size = (16, 32, 4)[(heads + dim) % 3]
-    case = Case([1, 15, 64, 77, 130, 200], kv_heads, dim, size)
+    case = Case([1, 15, 64, 77, 130, 200], kv_heads, dim, size, dtype)
     queries = [torch.randn(c, heads, dim) * 3 for c in case.contexts]
     options: dict[str, object] = {}
     if variant in ("window", "all"):
@@ -124,11 +134,18 @@ def test_attention_equals_dense(
 
 
 @pytest.mark.parametrize(("dim", "size"), [(64, 16), (80, 32), (40, 8)])
-@pytest.mark.parametrize("window", [None, 100, 600])
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(None, DTYPES[0]), (100, DTYPES[1]), (600, DTYPES[0]), (None, DTYPES[1])]
+)
 def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(
-    kernels: CpuKernels, threads: Callable[[int], None], dim: int, size: int, window: int | None
+    kernels: CpuKernels,
+    threads: Callable[[int], None],
+    dim: int,
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    case = Case([1300, 90, 700], 2, dim, size)
+    case = Case([1300, 90, 700], 2, dim, size, dtype)
     queries = [torch.randn(c, 6, dim) for c in case.contexts]
     options: dict[str, object] = {"window": window, "sinks": torch.randn(6)}
     whole = case.run(kernels, [(0, 900, 1300), (1, 0, 90), (2, 0, 700)], queries, **options)
@@ -153,6 +170,23 @@ def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(
         for picks in picks_of:
             for (s, start, stop), out in zip(picks, case.run(kernels, picks, queries, **options)):
                 assert torch.equal(out, expected[s][start:stop]), (count, s, start, stop)
+
+
+def test_a_query_that_is_not_finite_does_not_touch_its_neighbours(kernels: CpuKernels) -> None:
+    case = Case([40], 1, 64)
+    queries = [torch.randn(40, 3, 64)]
+    clean = case.run(kernels, [(0, 20, 40)], queries)[0].view(20, 3, 64)
+    queries[0][25, 1, 7] = float("nan")
+    out = case.run(kernels, [(0, 20, 40)], queries)[0].view(20, 3, 64)
+    assert out[5, 1].isnan().all()
+    out[5, 1] = clean[5, 1]
+    assert torch.equal(out, clean)
+
+
+def test_other_cache_dtypes_are_refused(kernels: CpuKernels) -> None:
+    case = Case([4], 1, 64, dtype=torch.float16)
+    with pytest.raises(TypeError, match="float16"):
+        case.run(kernels, [(0, 0, 4)], [torch.randn(4, 1, 64)])
 
 
 def test_scores_of_any_size_stay_finite(kernels: CpuKernels) -> None:

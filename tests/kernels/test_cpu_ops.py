@@ -76,10 +76,25 @@ def test_unknown_activation_is_refused(kernels: CpuKernels) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotated"), [(9, 3, 64, 64), (4, 4, 80, 32), (2, 1, 20, 20)]
 )
-@pytest.mark.parametrize("block_size", [4, 16, 32])
-@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "dtype"),
+    [
+        (4, 37, torch.float32),
+        (16, 1, torch.bfloat16),
+        (16, 37, torch.bfloat16),
+        (32, 1, torch.float32),
+        (32, 37, torch.float32),
+    ],
+)
 def test_rotary_and_cache(
-    kernels: CpuKernels, heads: int, kv_heads: int, dim: int, rotated: int, block_size: int, tokens: int
+    kernels: CpuKernels,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: int,
+    block_size: int,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> None:
     width = (heads + 2 * kv_heads) * dim
     qkv = torch.randn(tokens, width)
@@ -89,8 +104,8 @@ def test_rotary_and_cache(
     angles = torch.randn(tokens, rotated // 2)
     cos, sin = angles.cos(), angles.sin()
     cache = LayerCache(
-        torch.full((12, kv_heads, dim, block_size), float("nan")),
-        torch.full((12, kv_heads, block_size, dim), float("nan")),
+        torch.full((12, kv_heads, dim, block_size), float("nan"), dtype=dtype),
+        torch.full((12, kv_heads, block_size, dim), float("nan"), dtype=dtype),
     )
     slots = torch.randperm(12 * block_size)[:tokens]
 
@@ -106,14 +121,15 @@ def test_rotary_and_cache(
     torch.testing.assert_close(k, expected_k, rtol=1e-6, atol=1e-6)
     assert torch.equal(v, expected_v)
     block, offset = slots // block_size, slots % block_size
-    assert torch.equal(cache.key[block, :, :, offset], k)
-    assert torch.equal(cache.value[block, :, offset], v)
+    assert torch.equal(cache.key[block, :, :, offset], k.to(dtype))
+    assert torch.equal(cache.value[block, :, offset], v.to(dtype))
     assert cache.key.isnan().sum() == cache.key.numel() - tokens * kv_heads * dim
     assert cache.value.isnan().sum() == cache.value.numel() - tokens * kv_heads * dim
 
 
-def test_copy_blocks_copies_every_layer(kernels: CpuKernels) -> None:
-    caches = kernels.empty_cache(3, 6, 2, 8, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_blocks_copies_every_layer(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    caches = kernels.empty_cache(3, 6, 2, 8, 16, dtype)
     for cache in caches:
         cache.key.normal_(), cache.value.normal_()
     before = [(c.key.clone(), c.value.clone()) for c in caches]

@@ -234,9 +234,27 @@ def test_copy_blocks_copies_every_layer_and_nothing_else(kernels):
         assert torch.equal(cache.value, value[origin])
 
 
+def test_a_bf16_cache_holds_rounded_keys_and_values_and_is_read_as_float(kernels):
+    cache, inputs, dense = scattered([20], [3], 2, 8, 4)
+    half = LayerCache(cache.key.bfloat16(), cache.value.bfloat16())
+    q = torch.randn(3, 4, 8)
+    ours = kernels.paged_attention(kernels.plan(inputs), q, half, 0.5)
+    rounded = [(k.bfloat16().float(), v.bfloat16().float()) for k, v in dense]
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(
+        ours, naive_attention(q, rounded, [3], 0.5, None, None, None), rtol=1e-4, atol=1e-5
+    )
+    k, v, slots = torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.randperm(12)[:5]
+    kernels.rotary_and_cache(torch.randn(5, 4, 8), k, v, torch.ones(5, 4), torch.zeros(5, 4), half, slots)
+    assert torch.equal(half.key[slots // 4, :, :, slots % 4], k.bfloat16())
+    assert torch.equal(half.value[slots // 4, :, slots % 4], v.bfloat16())
+
+
 def test_empty_cache_has_the_layout_of_the_contract(kernels):
     caches = kernels.empty_cache(3, 7, 2, 8, 16)
     assert len(caches) == 3
+    assert {t.dtype for t in (caches[0].key, caches[0].value)} == {torch.float32}
+    assert kernels.empty_cache(1, 2, 2, 8, 16, torch.bfloat16)[0].value.dtype == torch.bfloat16
     assert caches[0].key.shape == (7, 2, 8, 16)
     assert caches[0].value.shape == (7, 2, 16, 8)
     assert caches[0].block_size == 16

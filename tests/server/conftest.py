@@ -48,7 +48,9 @@ def tiny_model(tmp_path_factory) -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=300,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -62,7 +64,9 @@ def tiny_model(tmp_path_factory) -> str:
 class RunningServer:
     """An application behind uvicorn in a thread of this process."""
 
-    def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], link: Any = None) -> None:
+    def __init__(
+        self, engine_options: dict[str, Any], server_options: dict[str, Any], link: Any = None
+    ) -> None:
         from paged_backend.config import EngineConfig
         from paged_backend.server.app import create_app
         from paged_backend.server.config import ServerConfig
@@ -72,7 +76,11 @@ class RunningServer:
         connections = Connections()
         self.failed = threading.Event()
         app = create_app(
-            EngineConfig(**engine_options), config, link=link, drop=connections.drop, on_failed=self.failed.set
+            EngineConfig(**engine_options),
+            config,
+            link=link,
+            drop=connections.drop,
+            on_failed=self.failed.set,
         )
         self.serving = app.state.serving
         self.server = DrainingServer(uvicorn_config(app, config, connections), self.serving)
@@ -128,7 +136,9 @@ def start(tiny_model):
     """Context manager: ``with start(engine_options, **server_options) as server``."""
 
     @contextlib.contextmanager
-    def begin(engine: dict[str, Any] | None = None, link: Any = None, **server: Any) -> Iterator[RunningServer]:
+    def begin(
+        engine: dict[str, Any] | None = None, link: Any = None, **server: Any
+    ) -> Iterator[RunningServer]:
         engine_options = {"model": tiny_model, "threads": 1, **(engine or {})}
         running = RunningServer(engine_options, {"in_process": True, **server}, link)
         try:

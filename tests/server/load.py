@@ -15,7 +15,27 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box quietly and nobody minds at all".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "box",
+    "quietly",
+    "and",
+    "nobody",
+    "minds",
+    "at",
+    "all",
+]
 BAD = [
     b"{", b"[]", b'{"messages": 1}', b'{"messages": [], "x": 1}', b"\xff\xff", b'{"messages": [{"role": "user"}]}',
     b'{"messages": [{"role": "user", "content": "a"}], "temperature": -1}', b"[" * 5000,
@@ -37,7 +57,9 @@ class Seen:
         median = statistics.median(gaps)
         p99 = gaps[int(len(gaps) * 0.99)]
         return {
-            "statuses": {f"{kind} {status}": count for (kind, status), count in sorted(self.statuses.items())},
+            "statuses": {
+                f"{kind} {status}": count for (kind, status), count in sorted(self.statuses.items())
+            },
             "tokens": self.tokens,
             "gap_median_ms": round(median * 1000, 1),
             "gap_p99_ms": round(p99 * 1000, 1),
@@ -58,18 +80,26 @@ class Load:
 
     async def request(self, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self.host, self.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
         return reader, writer
 
     def body(self, **extra) -> bytes:
         text = " ".join(self.rng.choices(WORDS, k=self.rng.randint(3, 120)))
-        options = {"max_tokens": self.rng.randint(20, 160), "temperature": 0.8, "stream": True, "ignore_eos": True}
+        options = {
+            "max_tokens": self.rng.randint(20, 160),
+            "temperature": 0.8,
+            "stream": True,
+            "ignore_eos": True,
+        }
         return json.dumps({"messages": [{"role": "user", "content": text}], **options, **extra}).encode()
 
     async def one(self) -> None:
-        kind = self.rng.choices(["stream", "leave", "bad", "oversized", "abandon", "whole"], [70, 12, 6, 4, 3, 5])[0]
+        kind = self.rng.choices(
+            ["stream", "leave", "bad", "oversized", "abandon", "whole"], [70, 12, 6, 4, 3, 5]
+        )[0]
         if kind == "bad":
             await self.whole(kind, self.rng.choice(BAD))
         elif kind == "oversized":
@@ -101,7 +131,9 @@ class Load:
                 break
             if line.startswith(b'data: {"id"') and b'"content"' in line and b'"role"' not in line:
                 now = time.monotonic()
-                (self.seen.first if last is None else self.seen.gaps).append(now - (begun if last is None else last))
+                (self.seen.first if last is None else self.seen.gaps).append(
+                    now - (begun if last is None else last)
+                )
                 last, count = now, count + 1
             elif line.startswith(b"data: [DONE]"):
                 done = True

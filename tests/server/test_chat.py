@@ -11,7 +11,9 @@ HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 
 def test_answer_has_the_shape_of_the_api(server):
-    answer = server.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=8, temperature=0)
+    answer = server.client().chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=8, temperature=0
+    )
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert answer.model == "tiny"
@@ -22,7 +24,9 @@ def test_answer_has_the_shape_of_the_api(server):
     assert answer._request_id
 
 
-@pytest.mark.parametrize("extra", [{}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["e"]}, {"max_tokens": 1}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["e"]}, {"max_tokens": 1}]
+)
 def test_a_stream_adds_up_to_the_whole_answer(server, extra):
     options = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 1, "seed": 5, **extra}
     whole = server.client().chat.completions.create(**options)
@@ -34,7 +38,12 @@ def test_a_stream_adds_up_to_the_whole_answer(server, extra):
     assert reasons[-1] == whole.choices[0].finish_reason
     assert set(reasons[:-1]) == {None}
     if "logprobs" in extra:
-        streamed = [item for chunk in chunks if chunk.choices[0].logprobs for item in chunk.choices[0].logprobs.content]
+        streamed = [
+            item
+            for chunk in chunks
+            if chunk.choices[0].logprobs
+            for item in chunk.choices[0].logprobs.content
+        ]
         assert streamed == whole.choices[0].logprobs.content
         assert len(streamed) == whole.usage.completion_tokens
         assert all(len(item.top_logprobs) == 3 for item in streamed)
@@ -48,7 +57,10 @@ def test_usage_comes_in_a_last_chunk_without_choices(server):
     assert last.usage.completion_tokens == 5
     assert all(chunk.usage is None for chunk in chunks)
     extra = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    counts = [chunk.usage.completion_tokens for chunk in server.client().chat.completions.create(**options, extra_body=extra)]
+    counts = [
+        chunk.usage.completion_tokens
+        for chunk in server.client().chat.completions.create(**options, extra_body=extra)
+    ]
     assert counts == sorted(counts)
     assert counts[-1] == 5
 
@@ -93,7 +105,10 @@ def test_sampling_extras_at_top_level_take_effect(server):
     assert text(allowed_token_ids=[a]) == "aaaaaa"
     assert text(logit_bias={str(a): 100}) == "aaaaaa"
     forced = server.client().chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=6, extra_body={"stop_token_ids": [a], "allowed_token_ids": [a]}
+        model="tiny",
+        messages=HELLO,
+        max_tokens=6,
+        extra_body={"stop_token_ids": [a], "allowed_token_ids": [a]},
     )
     assert forced.choices[0].finish_reason == "stop"
     assert forced.choices[0].stop_reason == a
@@ -128,7 +143,9 @@ def test_exactly_one_begin_of_sequence(server):
 def test_continue_final_message_and_content_parts(server):
     messages = [*HELLO, {"role": "assistant", "content": "jumps over"}]
     extra = {"continue_final_message": True, "return_token_ids": True, "add_generation_prompt": False}
-    answer = server.client().chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=extra)
+    answer = server.client().chat.completions.create(
+        model="tiny", messages=messages, max_tokens=2, extra_body=extra
+    )
     prompt = server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"]
     assert prompt.endswith("[assistant] jumps over")
     parts = [{"role": "user", "content": [{"type": "text", "text": "the quick brown fox"}]}]

@@ -51,7 +51,7 @@ def test_prompts_in_every_form_give_the_same(server):
     complete = server.client().completions.create
     options = {"model": "tiny", "max_tokens": 5, "temperature": 0}
     text = complete(prompt=PROMPT, **options).choices[0].text
-    assert [c.text for c in complete(prompt=[PROMPT, "a"], **options).choices][0] == text
+    assert complete(prompt=[PROMPT, "a"], **options).choices[0].text == text
     assert complete(prompt=ids, **options).choices[0].text == text
     both = complete(prompt=[[5, 6], ids], **options)
     assert [choice.index for choice in both.choices] == [0, 1]
@@ -91,9 +91,10 @@ def test_sixteen_tokens_by_default_and_explicit_zero_temperature(server):
     # vllm #15241, mlx-vlm #1331: temperature=0 is a value, not "not given"
     first = server.client().completions.create(model="tiny", prompt=PROMPT, temperature=0)
     assert first.usage.completion_tokens == 16
-    assert first.choices[0].text == server.client().completions.create(
-        model="tiny", prompt=PROMPT, temperature=0
-    ).choices[0].text
+    assert (
+        first.choices[0].text
+        == server.client().completions.create(model="tiny", prompt=PROMPT, temperature=0).choices[0].text
+    )
 
 
 def test_stop_strings_end_the_text_and_usage_counts_what_was_generated(server):
@@ -105,7 +106,9 @@ def test_stop_strings_end_the_text_and_usage_counts_what_was_generated(server):
     assert answer.choices[0].text == full[:cut]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == stop
-    kept = server.client().completions.create(**options, stop=stop, extra_body={"include_stop_str_in_output": True})
+    kept = server.client().completions.create(
+        **options, stop=stop, extra_body={"include_stop_str_in_output": True}
+    )
     assert kept.choices[0].text == full[: cut + len(stop)]
     stream = server.client().completions.create(**options, stop=[stop], stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == full[:cut]

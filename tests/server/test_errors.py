@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 HELLO = [{"role": "user", "content": "hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ROUTES = (CHAT, TEXT, "/v1/responses", "/tokenize", "/detokenize")
 
@@ -32,7 +33,7 @@ def error_of(response: httpx.Response) -> dict:
         (CHAT, {"messages": HELLO, "guided_json": {}}, "guided_json", "unsupported_parameter"),
         (CHAT, {"messages": HELLO, "functions": []}, "functions", "unsupported_parameter"),
         (CHAT, {"messages": HELLO, "store": True}, "store", "invalid_value"),
-        (CHAT, {"messages": HELLO, "stream_options": {"x": 1}, "stream": True}, "stream_options.x", "unsupported_parameter"),
+        (CHAT, {"messages": HELLO, "stream_options": {"x": 1}}, "stream_options.x", "unsupported_parameter"),
         (CHAT, {"messages": HELLO, "temperature": "1"}, "temperature", "invalid_value"),
         (CHAT, {"messages": HELLO, "temperature": -0.1}, "temperature", "invalid_value"),
         (CHAT, {"messages": HELLO, "top_p": 0}, "top_p", "invalid_value"),
@@ -63,7 +64,7 @@ def error_of(response: httpx.Response) -> dict:
         (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", "invalid_value"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "invalid_value"),
         (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages.0.tool_call_id", "invalid_value"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 3000}]}, "messages", "context_length_exceeded"),
@@ -93,7 +94,14 @@ def test_a_mistake_is_a_400_that_names_the_field(server, path, body, param, code
 
 
 def test_null_means_not_given(server):
-    body = {"messages": HELLO, "max_tokens": 1, "temperature": None, "stop": None, "tools": None, "stream_options": None}
+    body = {
+        "messages": HELLO,
+        "max_tokens": 1,
+        "temperature": None,
+        "stop": None,
+        "tools": None,
+        "stream_options": None,
+    }
     assert server.post(CHAT, body).status_code == 200
 
 
@@ -136,8 +144,15 @@ def bodies(server):
     """Objects of known fields with values of any kind, among them some that are right."""
     from paged_backend.server import schema
 
-    fields = sorted({*schema.ChatRequest.model_fields, *schema.CompletionRequest.model_fields,
-                     *schema.ResponsesRequest.model_fields, "tokens", "input"})
+    fields = sorted(
+        {
+            *schema.ChatRequest.model_fields,
+            *schema.CompletionRequest.model_fields,
+            *schema.ResponsesRequest.model_fields,
+            "tokens",
+            "input",
+        }
+    )
     small = st.sampled_from([0, 1, 2, -1, 0.5, True, "a", ["a"], [1, 2], {"1": 2}, {"type": "text"}])
     right = {"messages": HELLO, "prompt": "a", "tokens": [5], "input": "a", "max_tokens": 2}
     return st.dictionaries(st.sampled_from(fields), small | json_values, max_size=6).map(

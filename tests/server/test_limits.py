@@ -25,7 +25,17 @@ def begin(server, body) -> tuple[threading.Thread, list]:
 
 def test_every_route_but_health_wants_a_key(start, until):
     with start(api_keys=("one", "two")) as server:
-        for path in ("/", "/docs", "/openapi.json", "/v1/models", "/metrics", "/stats", "/ready", "/version", "/nothing"):
+        for path in (
+            "/",
+            "/docs",
+            "/openapi.json",
+            "/v1/models",
+            "/metrics",
+            "/stats",
+            "/ready",
+            "/version",
+            "/nothing",
+        ):
             response = server.get(path)
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "invalid_api_key"
@@ -43,7 +53,17 @@ def test_keys_are_compared_whole_and_collected_from_everywhere(tmp_path):
     keys = ApiKeys(("secret", "other"))
     assert keys.admits("Bearer secret")
     assert keys.admits("bearer  other")
-    for wrong in (None, "", "Bearer", "Bearer secre", "Bearer secrets", "Basic !!", "secret", "Basic c2VjcmV0", "Bearer \xff"):
+    for wrong in (
+        None,
+        "",
+        "Bearer",
+        "Bearer secre",
+        "Bearer secrets",
+        "Basic !!",
+        "secret",
+        "Basic c2VjcmV0",
+        "Bearer \xff",
+    ):
         assert not keys.admits(wrong)
     assert ApiKeys(()).admits(None)
     file = tmp_path / "keys"
@@ -84,7 +104,9 @@ def test_a_full_queue_is_a_429_with_a_time(start, until):
         # a client with retries gets through
         running = [begin(server, LONG) for _ in range(3)]
         until(lambda: server.serving.client.in_flight == 3)
-        answer = server.client(max_retries=5).chat.completions.create(model=server.serving.name, messages=HELLO, max_tokens=1)
+        answer = server.client(max_retries=5).chat.completions.create(
+            model=server.serving.name, messages=HELLO, max_tokens=1
+        )
         assert answer.choices
         for thread, _ in running:
             thread.join(60)
@@ -95,9 +117,15 @@ def test_the_time_limit_ends_requests_and_frees_their_blocks(start, until):
         response = server.post("/v1/chat/completions", LONG)
         assert response.status_code == 408
         assert response.headers["x-should-retry"] == "false"
+        stream = server.client().chat.completions.create(
+            model=server.serving.name,
+            stream=True,
+            messages=HELLO,
+            max_tokens=1000,
+            extra_body={"ignore_eos": True},
+        )
         with pytest.raises(openai.APIError, match="took longer"):
-            list(server.client().chat.completions.create(model=server.serving.name, stream=True, messages=HELLO, max_tokens=1000,
-                                                         extra_body={"ignore_eos": True}))  # fmt: skip
+            list(stream)
         until(lambda: server.idle)
 
 

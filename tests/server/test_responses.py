@@ -7,8 +7,6 @@ import json
 import openai
 import pytest
 
-from paged_backend.errors import RequestFailedError
-
 CLOCK = {
     "type": "function",
     "name": "clock",
@@ -31,7 +29,9 @@ def test_text(server):
     assert answer.usage.total_tokens == answer.usage.input_tokens + 12
     assert answer.metadata == {"a": "b"}
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick brown fox"}]
-    chat = server.client().chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    chat = server.client().chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, temperature=0
+    )
     assert answer.output_text == chat.choices[0].message.content
 
 
@@ -71,7 +71,12 @@ def test_the_clients_own_stream_helper_and_parse(server):
 
 def test_function_calls_and_their_results(server):
     pytest.importorskip("llguidance")
-    options = {"tools": [CLOCK], "tool_choice": "required", "max_output_tokens": 100, "extra_body": {"seed": 2}}
+    options = {
+        "tools": [CLOCK],
+        "tool_choice": "required",
+        "max_output_tokens": 100,
+        "extra_body": {"seed": 2},
+    }
     answer = create(server, **options)
     (call,) = answer.output
     assert call.type == "function_call"
@@ -133,9 +138,11 @@ def test_an_error_in_the_middle_is_an_event(server):
     server.server._loop.call_soon_threadsafe(client._take, ticket, {
         "outputs": [], "error": {"kind": "failed", "message": "the model broke"},
     })  # fmt: skip
-    with pytest.raises((openai.APIError, AssertionError), match="the model broke"):
+    try:
         last = list(iterator)[-1]
+        message = last.message
         assert last.type == "error"
-        raise AssertionError(last.message)
+    except openai.APIError as error:  # what clients make of the event has changed with their versions
+        message = error.message
+    assert message == "the model broke"
     server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
-    assert RequestFailedError

@@ -11,7 +11,7 @@ import threading
 import openai
 import pytest
 
-WORDS = "the quick brown fox jumps over the lazy dog".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
 
 
 def requests(count: int) -> list[dict]:
@@ -48,7 +48,9 @@ async def stream(client: openai.AsyncOpenAI, body: dict) -> list:
             found = choices[choice.index]
             found[0] += choice.delta.content or ""
             found[1] += getattr(choice, "token_ids", None) or []
-            found[2] += [(item.token, item.logprob) for item in (choice.logprobs.content if choice.logprobs else [])]
+            found[2] += [
+                (item.token, item.logprob) for item in (choice.logprobs.content if choice.logprobs else [])
+            ]
             found[3] = choice.finish_reason or found[3]
     return choices
 

@@ -22,12 +22,22 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def ask(server, **options):
     return server.client().chat.completions.create(
-        **{"model": "tiny", "messages": HELLO, "tools": [WEATHER, CLOCK], "max_tokens": 150, "seed": 3, **options}
+        **{
+            "model": "tiny",
+            "messages": HELLO,
+            "tools": [WEATHER, CLOCK],
+            "max_tokens": 150,
+            "seed": 3,
+            **options,
+        }
     )
 
 
@@ -131,7 +141,12 @@ def test_tools_that_make_no_sense(server, options, param):
 
 @pytest.mark.parametrize(
     "form",
-    [{"regex": "(ab)+c"}, {"choice": ["yes", "no"]}, {"json": {"enum": [1, 2]}}, {"grammar": 'start: "x" "y"?'}],
+    [
+        {"regex": "(ab)+c"},
+        {"choice": ["yes", "no"]},
+        {"json": {"enum": [1, 2]}},
+        {"grammar": 'start: "x" "y"?'},
+    ],
 )
 def test_structured_outputs(server, form):
     import re
@@ -142,7 +157,9 @@ def test_structured_outputs(server, form):
     assert re.fullmatch(good, text)
 
 
-@pytest.mark.parametrize("form", [{"regex": "("}, {"nothing": 1}, {}, {"json": {"type": "strange"}}, {"choice": []}])
+@pytest.mark.parametrize(
+    "form", [{"regex": "("}, {"nothing": 1}, {}, {"json": {"type": "strange"}}, {"choice": []}]
+)
 def test_structured_outputs_that_cannot_be(server, form):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, tools=openai.omit, extra_body={"structured_outputs": form})

@@ -17,7 +17,11 @@ class OpenVino:
 
         self._genai = genai
         options = dict(request["options"])
-        properties = {"INFERENCE_NUM_THREADS": request["threads"], "PERFORMANCE_HINT": "LATENCY"}
+        properties = {
+            "INFERENCE_NUM_THREADS": request["threads"],
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_CPU_PINNING": False,  # it would take cores of its own choice
+        }
         precision = options.pop("precision", "default")
         if precision != "default":
             properties["INFERENCE_PRECISION_HINT"] = precision

@@ -59,9 +59,11 @@ def _measure(request, load, pin_first):
     one_by_one = request["one_by_one"]
     if request["warmup"]:
         _run(engine, request["warmup"], one_by_one)
+        _pin(request["cores"])  # also the threads that the first work has started
     started, cpu = time.perf_counter(), time.process_time()
     done = _run(engine, request["requests"], one_by_one)
     wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    _check_pinned(request["cores"])
     result = {
         "ok": True,
         "load_s": load_s,
@@ -85,6 +87,21 @@ def _pin(cores):
                 os.sched_setaffinity(int(thread), cores)
             except ProcessLookupError:
                 continue  # it has just ended
+
+
+def _check_pinned(cores):
+    """Raise if a thread has left ``cores``: some peers bind their threads themselves."""
+    if not cores or not hasattr(os, "sched_getaffinity"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            at = os.sched_getaffinity(int(thread))
+        except ProcessLookupError:
+            continue
+        if not at <= set(cores):
+            raise RuntimeError(
+                f"a thread of the peer ran on cores {sorted(at)}, it was pinned to {sorted(cores)}"
+            )
 
 
 def _run(engine, requests, one_by_one):

@@ -1,0 +1,50 @@
+"""KV memory of the runner: its size by dtype, its return to the system, and which dtype a config asks for."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from paged_backend.kernels.reference import ReferenceKernels
+
+from paged_backend.config import EngineConfig
+from paged_backend.runner.model_runner import ModelRunner
+
+SPEC: Any = SimpleNamespace(vocab_size=10, num_layers=2, num_kv_heads=3, head_dim=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_bytes_are_what_a_block_takes(dtype: torch.dtype) -> None:
+    runner = ModelRunner(SimpleNamespace(spec=SPEC), ReferenceKernels(), 5, 16, dtype)  # type: ignore[arg-type]
+    held = sum(cache.key[0].nbytes + cache.value[0].nbytes for cache in runner.caches)
+    assert ModelRunner.block_bytes(SPEC, 16, dtype) == held
+    assert {cache.key.dtype for cache in runner.caches} == {dtype}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is given back on Linux only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_blocks_given_back_are_emptied(dtype: torch.dtype) -> None:
+    runner = ModelRunner(SimpleNamespace(spec=SPEC), ReferenceKernels(), 40, 16, dtype)  # type: ignore[arg-type]
+    for cache in runner.caches:
+        cache.key.fill_(1), cache.value.fill_(1)
+    runner.give_back([*range(5, 20), 30])
+    for cache in runner.caches:
+        for part in (cache.key, cache.value):
+            assert (part[8:17] == 0).all()
+            assert (part[:5] == 1).all()
+            assert (part[20:30] == 1).all()
+            assert (part[31:] == 1).all()
+
+
+def test_quantized_weights_bring_a_bf16_cache_unless_said_otherwise() -> None:
+    assert EngineConfig("x").stored_kv_dtype == "float32"
+    assert EngineConfig("x", dtype="bfloat16").stored_kv_dtype == "float32"
+    for quantization in ("int8", "int4"):
+        assert EngineConfig("x", quantization=quantization).stored_kv_dtype == "bfloat16"
+    assert EngineConfig("x", quantization="int8", kv_cache_dtype="float32").stored_kv_dtype == "float32"
+    assert EngineConfig("x", kv_cache_dtype="bfloat16").stored_kv_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        EngineConfig("x", kv_cache_dtype="int8")
