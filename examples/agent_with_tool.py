@@ -20,7 +20,7 @@ from paged_backend.adapters.langchain import ChatPaged
 PASSAGES = Passages()
 
 
-@tool
+@tool(parse_docstring=True)
 def search_garden(question: str) -> str:
     """Find what is known about the botanical garden.
 
