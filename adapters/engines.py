@@ -6,14 +6,19 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.registry import get_engine, leave_engine
+from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import CompletionOutput, RequestOutput
 from paged_backend.sampling_params import SamplingParams
 
-SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {"output_kind", "detokenize"}
+SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {
+    "output_kind",
+    "detokenize",
+}
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
@@ -74,10 +79,19 @@ def sampling_params(*layers: Mapping[str, Any], **fixed: Any) -> SamplingParams:
         for name, value in layer.items():
             name = ALIASES.get(name, name)
             if name not in SAMPLING_FIELDS:
-                raise TypeError(f"unknown option {name!r}; sampling options are {', '.join(sorted(SAMPLING_FIELDS))}")
+                raise TypeError(
+                    f"unknown option {name!r}; sampling options are {', '.join(sorted(SAMPLING_FIELDS))}"
+                )
             if value is not None:
                 merged[name] = value
     return SamplingParams(**{**merged, **fixed})
+
+
+async def last_output(handle: RequestHandle) -> RequestOutput:
+    """Await a request's end. Cancelling the task aborts the request."""
+    async with aclosing(handle.__aiter__()) as outputs:
+        found = [output async for output in outputs]
+    return found[-1]
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:

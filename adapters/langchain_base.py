@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from typing import Any
 
 from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflow
 from langchain_core.exceptions import ModelInvalidRequestError, ModelTimeoutError
 from langchain_core.language_models.base import LangSmithParams
+from paged_backend.adapters.engines import ALIASES, EngineUses, last_output, sampling_params
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from paged_backend.adapters.engines import ALIASES, EngineUses, sampling_params
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import ContextOverflowError, RequestRejectedError
@@ -145,13 +145,7 @@ class PagedOptions(BaseModel):
         with translated_errors(), Deadline(handles, self.timeout) as deadline:
 
             async def one(handle: RequestHandle) -> RequestOutput:
-                last = None
-                async with aclosing(handle.__aiter__()) as stream:  # type: ignore[type-var]
-                    async for last in stream:
-                        pass
-                if last is None:
-                    raise RuntimeError("a request ended without a result")
-                return deadline.checked(last)
+                return deadline.checked(await last_output(handle))
 
             return list(await asyncio.gather(*map(one, handles)))
 
@@ -160,13 +154,13 @@ class PagedOptions(BaseModel):
             translated_errors(),
             Deadline([handle], self.timeout) as deadline,
             closing(iter(handle)) as stream,
-        ):  # type: ignore[type-var]
+        ):
             for output in stream:
                 yield deadline.checked(output)
 
-    async def _deltas_async(self, handle: RequestHandle) -> AsyncIterator[RequestOutput]:
+    async def _deltas_async(self, handle: RequestHandle) -> AsyncGenerator[RequestOutput, None]:
         with translated_errors(), Deadline([handle], self.timeout) as deadline:
-            async with aclosing(handle.__aiter__()) as stream:  # type: ignore[type-var]
+            async with aclosing(handle.__aiter__()) as stream:
                 async for output in stream:
                     yield deadline.checked(output)
 

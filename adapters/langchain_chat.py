@@ -15,8 +15,6 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel
-
 from paged_backend.adapters.engines import openai_logprobs, usage
 from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
 from paged_backend.adapters.langchain_messages import (
@@ -27,6 +25,8 @@ from paged_backend.adapters.langchain_messages import (
     usage_metadata,
 )
 from paged_backend.adapters.langchain_structured import structured_runnable
+from pydantic import BaseModel
+
 from paged_backend.engine.async_engine import Engine
 from paged_backend.outputs import RequestOutput
 from paged_backend.tools import ChatCall, ReplyDelta, chat_prompt, prepare_chat, tool_format_for
@@ -51,7 +51,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
     def _llm_type(self) -> str:
         return "paged-backend-chat"
 
-    # --- one conversation ------------------------------------------------------------------------------------------
+    # --- one conversation -----------------------------------------------------------------------------------
 
     def _prepare(
         self,
@@ -119,7 +119,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
             generations=generations, llm_output={"token_usage": usage([output]), "model_name": name}
         )
 
-    # --- streams -----------------------------------------------------------------------------------------------------
+    # --- streams --------------------------------------------------------------------------------------------
 
     def _stream(
         self,
@@ -157,9 +157,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
         finally:
-            await deltas.aclose()  # type: ignore[attr-defined]
+            await deltas.aclose()
 
-    # --- many conversations ------------------------------------------------------------------------------------------
+    # --- many conversations ---------------------------------------------------------------------------------
 
     def generate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
         if len(messages) < 2:
@@ -188,7 +188,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
     ) -> Any:
         return super().batch_as_completed(inputs, wide(config, len(inputs)), **kwargs)
 
-    # --- tools and structured output -----------------------------------------------------------------------------------
+    # --- tools and structured output ------------------------------------------------------------------------
 
     def bind_tools(
         self,
@@ -218,10 +218,11 @@ class ChatPaged(PagedOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """method: ``json_schema``, ``function_calling`` or ``json_mode``; each holds the output to the schema, the last
-        without a schema to some JSON object. include_raw: a dict with ``raw``, ``parsed`` and ``parsing_error`` instead of the parsed output."""
+        without a schema to some JSON object. include_raw: a dict with ``raw``, ``parsed`` and ``parsing_error``
+        instead of the parsed output."""
         return structured_runnable(self, schema, method, include_raw, strict, kwargs)
 
-    # --- what LangChain asks about the model ----------------------------------------------------------------------------
+    # --- what LangChain asks about the model ----------------------------------------------------------------
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._ls_params("chat", stop, kwargs)

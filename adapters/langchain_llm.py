@@ -9,9 +9,9 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-
 from paged_backend.adapters.engines import openai_logprobs, usage
 from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
+
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ class PagedLLM(PagedOptions, BaseLLM):
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
         finally:
-            await deltas.aclose()  # type: ignore[attr-defined]
+            await deltas.aclose()
 
     def batch_as_completed(
         self, inputs: Sequence[LanguageModelInput], config: Any = None, **kwargs: Any

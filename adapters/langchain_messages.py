@@ -15,11 +15,11 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
-
 from paged_backend.adapters.engines import usage
 from paged_backend.adapters.langchain_base import InvalidRequestError
+
 from paged_backend.outputs import RequestOutput
 from paged_backend.tools import InvalidToolCall, ParsedReply, ReplyDelta
 
@@ -47,7 +47,9 @@ def _to_dict(message: BaseMessage) -> dict[str, Any]:
             data["content"] = f"Error: {data['content']}"
     if isinstance(message, AIMessage):
         calls = [_call(call["id"], call["name"], call["args"]) for call in message.tool_calls]
-        calls += [_call(call["id"], call["name"] or "", call["args"] or "") for call in message.invalid_tool_calls]
+        calls += [
+            _call(call["id"], call["name"] or "", call["args"] or "") for call in message.invalid_tool_calls
+        ]
         if calls:
             data["tool_calls"] = calls
     return data
@@ -165,4 +167,5 @@ def usage_metadata(output: RequestOutput, completion_tokens: int) -> UsageMetada
         output_tokens=completion_tokens,
         total_tokens=counts["prompt_tokens"] + completion_tokens,
         input_token_details=InputTokenDetails(cache_read=counts["cached_tokens"]),
+        output_token_details=OutputTokenDetails(),
     )

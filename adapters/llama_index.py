@@ -17,15 +17,16 @@ try:
         ToolCallBlock,
     )
 except ImportError as error:
-    raise ImportError("this adapter needs llama-index-core: pip install 'paged-backend[llama-index]'") from error
+    raise ImportError(
+        "this adapter needs llama-index-core: pip install 'paged-backend[llama-index]'"
+    ) from error
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.tools.types import BaseTool
-
-from paged_backend.adapters.engines import EngineUses, sampling_params
+from paged_backend.adapters.engines import EngineUses, last_output, sampling_params
 from paged_backend.adapters.llama_index_messages import (
     ReplyStream,
     logprobs_of,
@@ -34,6 +35,7 @@ from paged_backend.adapters.llama_index_messages import (
     to_dicts,
 )
 from paged_backend.adapters.llama_index_structured import StructuredPrediction
+
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import RequestRejectedError
@@ -68,7 +70,9 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
         """engine: an open engine to use instead of opening ``model``."""
         unknown = sorted(set(kwargs) - set(type(self).model_fields))
         if unknown:
-            raise TypeError(f"PagedLLM has no option {unknown[0]!r}; options of SamplingParams go into sampling={{}}")
+            raise TypeError(
+                f"PagedLLM has no option {unknown[0]!r}; options of SamplingParams go into sampling={{}}"
+            )
         super().__init__(model=model, **kwargs)
         self._uses = EngineUses(self.engine_options, engine)
         self._params({})  # out-of-range values raise here, not at the first call
@@ -105,7 +109,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
             raise RequestRejectedError(f"a stream has one output, but n is {params.n}")
         return params
 
-    # --- chat ----------------------------------------------------------------------------------------------------
+    # --- chat -----------------------------------------------------------------------------------------------
 
     def _submit_chat(
         self, messages: Sequence[ChatMessage], kwargs: dict[str, Any], stream: bool = False
@@ -131,7 +135,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         call, handle = self._submit_chat(messages, kwargs)
-        return self._chat_response(call, await _wait_async(handle))
+        return self._chat_response(call, await last_output(handle))
 
     @llm_chat_callback()
     def stream_chat(
@@ -141,7 +145,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
         def stream() -> Generator[ChatResponse, None, None]:
             reply = ReplyStream(call, self.model)
-            with closing(iter(handle)) as outputs:  # type: ignore[type-var]
+            with closing(iter(handle)) as outputs:
                 for output in outputs:
                     response = reply.response(output)
                     if response is not None:
@@ -157,7 +161,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
         async def stream() -> AsyncGenerator[ChatResponse, None]:
             reply = ReplyStream(call, self.model)
-            async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
+            async with aclosing(handle.__aiter__()) as outputs:
                 async for output in outputs:
                     response = reply.response(output)
                     if response is not None:
@@ -165,12 +169,12 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
         return stream()
 
-    # --- completion ------------------------------------------------------------------------------------------------
+    # --- completion -----------------------------------------------------------------------------------------
 
     def _submit(
         self, prompt: str, formatted: bool, kwargs: dict[str, Any], stream: bool = False
     ) -> RequestHandle:
-        text = prompt if formatted else self.completion_to_prompt(prompt)
+        text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
         return self._engine.submit(text, self._params(kwargs, stream))
 
     def _completion(self, output: RequestOutput) -> CompletionResponse:
@@ -186,7 +190,11 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
         completion, raw = output.outputs[0], raw_of(output, self.model, tokens)
         extra = {"finish_reason": completion.finish_reason, **raw["usage"]} if output.finished else {}
         return CompletionResponse(
-            text=text, delta=completion.text, raw=raw, logprobs=logprobs_of(completion), additional_kwargs=extra
+            text=text,
+            delta=completion.text,
+            raw=raw,
+            logprobs=logprobs_of(completion),
+            additional_kwargs=extra,
         )
 
     @llm_completion_callback()
@@ -195,7 +203,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._completion(await _wait_async(self._submit(prompt, formatted, kwargs)))
+        return self._completion(await last_output(self._submit(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
     def stream_complete(
@@ -205,7 +213,7 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
         def stream() -> Generator[CompletionResponse, None, None]:
             text, tokens = "", 0
-            with closing(iter(handle)) as outputs:  # type: ignore[type-var]
+            with closing(iter(handle)) as outputs:
                 for output in outputs:
                     text, tokens = text + output.outputs[0].text, tokens + len(output.outputs[0].token_ids)
                     yield self._completion_part(output, text, tokens)
@@ -220,14 +228,14 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
 
         async def stream() -> AsyncGenerator[CompletionResponse, None]:
             text, tokens = "", 0
-            async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
+            async with aclosing(handle.__aiter__()) as outputs:
                 async for output in outputs:
                     text, tokens = text + output.outputs[0].text, tokens + len(output.outputs[0].token_ids)
                     yield self._completion_part(output, text, tokens)
 
         return stream()
 
-    # --- tools -------------------------------------------------------------------------------------------------------
+    # --- tools ----------------------------------------------------------------------------------------------
 
     def _prepare_chat_with_tools(
         self,
@@ -243,7 +251,9 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
         messages = list(chat_history or [])
         if user_msg is not None:
             messages.append(
-                ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg
+                ChatMessage(role=MessageRole.USER, content=user_msg)
+                if isinstance(user_msg, str)
+                else user_msg
             )
         offered = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         prepared: dict[str, Any] = {"messages": messages, **kwargs}
@@ -295,16 +305,6 @@ def _wait(handle: RequestHandle) -> RequestOutput:
         return handle.result()
     finally:
         handle.abort()  # no effect on a finished one; on Ctrl-C nothing goes on in the background
-
-
-async def _wait_async(handle: RequestHandle) -> RequestOutput:
-    last = None
-    async with aclosing(handle.__aiter__()) as outputs:  # type: ignore[type-var]
-        async for last in outputs:
-            pass
-    if last is None:
-        raise RuntimeError("a request ended without a result")
-    return last
 
 
 __all__ = ["PagedLLM"]

@@ -17,8 +17,8 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-
 from paged_backend.adapters.engines import usage
+
 from paged_backend.errors import RequestRejectedError
 from paged_backend.outputs import CompletionOutput, RequestOutput
 from paged_backend.tools import ChatCall, ParsedReply, ReplyDelta
@@ -50,7 +50,10 @@ def _to_dict(message: ChatMessage) -> dict[str, Any]:
     if extra.get("name"):
         data["name"] = extra["name"]
     if not calls:  # the blocks and additional_kwargs tell of the same calls
-        calls = [call if isinstance(call, Mapping) else call.model_dump() for call in extra.get("tool_calls") or ()]
+        calls = [
+            dict(call) if isinstance(call, Mapping) else call.model_dump()
+            for call in extra.get("tool_calls") or ()
+        ]
     if calls:
         data["tool_calls"] = calls
     return data
@@ -103,19 +106,25 @@ def logprobs_of(completion: CompletionOutput) -> list[list[LogProb]] | None:
 
 
 def response_from(
-    reply: ParsedReply, raw: dict[str, Any], logprobs: Any, finish_reason: str | None, delta: str | None = None
+    reply: ParsedReply,
+    raw: dict[str, Any],
+    logprobs: Any,
+    finish_reason: str | None,
+    delta: str | None = None,
 ) -> ChatResponse:
     """Calls stand in blocks and in ``additional_kwargs``: parts of LlamaIndex read the one, parts the other."""
     blocks: list[Any] = [TextBlock(text=reply.content)] if reply.content or not reply.calls else []
     blocks += [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.parsed) for call in reply.calls
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.parsed)
+        for call in reply.calls
     ]
     extra: dict[str, Any] = {}
     if reply.calls:
         extra["tool_calls"] = [openai_call(call.id, call.name, call.arguments) for call in reply.calls]
     if reply.invalid:
         extra["invalid_tool_calls"] = [
-            {**openai_call(call.id, call.name or "", call.arguments), "error": call.error} for call in reply.invalid
+            {**openai_call(call.id, call.name or "", call.arguments), "error": call.error}
+            for call in reply.invalid
         ]
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
     return ChatResponse(

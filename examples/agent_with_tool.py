@@ -4,7 +4,7 @@
     python examples/agent_with_tool.py "How many roses are there?"
 
 The first turn is held to a tool call by a grammar: even a model of 135 million parameters writes one that is valid.
-Larger models decide for themselves; then leave ``tool_choice`` out, or give the model to ``langchain.agents.create_agent``.
+Larger models decide for themselves: then leave ``tool_choice`` out, or use ``langchain.agents.create_agent``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from lexical import Passages
-
 from paged_backend.adapters.langchain import ChatPaged
 
 PASSAGES = Passages()

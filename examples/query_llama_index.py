@@ -1,7 +1,7 @@
 """Questions over a folder of documents with a LlamaIndex query engine.
 
-    python examples/query_llama_index.py
-    python examples/query_llama_index.py "When does the water lily flower?"
+python examples/query_llama_index.py
+python examples/query_llama_index.py "When does the water lily flower?"
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from llama_index.core import PromptTemplate, QueryBundle
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
-
 from paged_backend.adapters.llama_index import PagedLLM
 
-QUESTIONS = ["How many kinds of cactus are there?", "What does a yearly pass cost?", "When is breakfast served?"]
-PROMPT = PromptTemplate("Facts:\n{context_str}\n\nAnswer in one short sentence, from the facts only: {query_str}")
+QUESTIONS = [
+    "How many kinds of cactus are there?",
+    "What does a yearly pass cost?",
+    "When is breakfast served?",
+]
+PROMPT = PromptTemplate(
+    "Facts:\n{context_str}\n\nAnswer in one short sentence, from the facts only: {query_str}"
+)
 
 
 class LexicalRetriever(BaseRetriever):
@@ -34,7 +39,9 @@ class LexicalRetriever(BaseRetriever):
 
 def main() -> None:
     llm = PagedLLM("demo", temperature=0, max_tokens=48)
-    engine = RetrieverQueryEngine.from_args(LexicalRetriever(), llm=llm, text_qa_template=PROMPT, streaming=True)
+    engine = RetrieverQueryEngine.from_args(
+        LexicalRetriever(), llm=llm, text_qa_template=PROMPT, streaming=True
+    )
     for question in sys.argv[1:] or QUESTIONS:
         print(f"Q: {question}\nA: ", end="")
         for piece in engine.query(question).response_gen:

@@ -16,21 +16,28 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 from lexical import Passages
-
 from paged_backend.adapters.langchain import ChatPaged
+from pydantic import SkipValidation
 
-QUESTIONS = ["How much is a ticket for an adult?", "When was the Palm House built?", "Who founded the garden?"]
+QUESTIONS = [
+    "How much is a ticket for an adult?",
+    "When was the Palm House built?",
+    "Who founded the garden?",
+]
 
 
 class LexicalRetriever(BaseRetriever):
     """The three passages that share most with the question."""
 
-    passages: Passages
-    model_config = {"arbitrary_types_allowed": True}
+    passages: SkipValidation[Passages]
 
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
         found = self.passages.best(query, 3)
-        return [Document(self.passages.texts[i], metadata={"source": self.passages.sources[i]}) for i in found]
+        return [
+            Document(self.passages.texts[i], metadata={"source": self.passages.sources[i]}) for i in found
+        ]
 
 
 def main() -> None:
@@ -40,7 +47,9 @@ def main() -> None:
             ("human", "{question}"),
         ]
     )
-    retriever = LexicalRetriever(passages=Passages()) | (lambda found: "\n".join(d.page_content for d in found))
+    retriever = LexicalRetriever(passages=Passages()) | (
+        lambda found: "\n".join(d.page_content for d in found)
+    )
     model = ChatPaged(model="demo", temperature=0, max_tokens=48)
     chain = {"context": retriever, "question": RunnablePassthrough()} | prompt | model
 
@@ -48,7 +57,9 @@ def main() -> None:
     for question, answer in zip(questions, chain.batch(questions)):
         usage = answer.usage_metadata
         print(f"Q: {question}\nA: {answer.content}")
-        print(f"   {usage['input_tokens']} tokens in, {usage['input_token_details']['cache_read']} from the cache\n")
+        print(
+            f"   {usage['input_tokens']} tokens in, {usage['input_token_details']['cache_read']} from the cache\n"
+        )
 
 
 if __name__ == "__main__":

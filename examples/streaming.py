@@ -2,8 +2,8 @@
 
     python examples/streaming.py
 
-LangChain, LlamaIndex and the engine itself name the same model, so they share its weights, its memory and its prefixes: the
-second and the third find the common prompt already computed. Leaving a stream early frees its memory at once.
+LangChain, LlamaIndex and the engine itself name the same model, so they share its weights, its memory and its prefixes:
+the second and the third find the common prompt already computed. Leaving a stream early frees its memory at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
-
-from paged_backend import SamplingParams, get_engine
 from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.adapters.llama_index import PagedLLM
+
+from paged_backend import SamplingParams, get_engine
 
 QUESTION = "Tell me a short story about a fox who could not sleep, and about the owl who helped. " * 4
 
@@ -36,7 +36,9 @@ def show(name: str, pieces, most: int = 40) -> None:
 async def engine_stream(prompt) -> None:
     engine = get_engine("demo")
     print("\nengine: ", end="")
-    async for output in engine.generate(prompt, SamplingParams(temperature=0, max_tokens=24, output_kind="delta")):
+    async for output in engine.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=24, output_kind="delta")
+    ):
         print(output.outputs[0].text, end="", flush=True)
     print(f"\n\nprompt tokens from the cache: {output.num_cached_tokens} of {len(output.prompt_token_ids)}")
     engine.close()
@@ -46,7 +48,10 @@ def main() -> None:
     chat = ChatPaged(model="demo", temperature=0, max_tokens=200)
     show("LangChain", (chunk.content for chunk in chat.stream([HumanMessage(QUESTION)])))
     llm = PagedLLM("demo", temperature=0, max_tokens=200)
-    show("LlamaIndex", (item.delta or "" for item in llm.stream_chat([ChatMessage(role="user", content=QUESTION)])))
+    show(
+        "LlamaIndex",
+        (item.delta or "" for item in llm.stream_chat([ChatMessage(role="user", content=QUESTION)])),
+    )
 
     engine = get_engine("demo")
     messages = [{"role": "user", "content": QUESTION}]

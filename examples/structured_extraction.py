@@ -11,9 +11,8 @@ from typing import Literal
 
 from langchain_core.prompts import ChatPromptTemplate
 from lexical import DOCUMENTS
-from pydantic import BaseModel, Field
-
 from paged_backend.adapters.langchain import ChatPaged
+from pydantic import BaseModel, Field
 
 
 class Summary(BaseModel):
@@ -27,12 +26,17 @@ class Summary(BaseModel):
 
 def main() -> None:
     prompt = ChatPromptTemplate.from_messages(
-        [("system", "You describe texts as JSON with title, subject, years and one_sentence."), ("human", "{text}")]
+        [
+            ("system", "You describe texts as JSON with title, subject, years and one_sentence."),
+            ("human", "{text}"),
+        ]
     )
     model = ChatPaged(model="demo", temperature=0, max_tokens=120)
     chain = prompt | model.with_structured_output(Summary)
     paths = sorted(DOCUMENTS.glob("*.md"))
-    for path, summary in zip(paths, chain.batch([{"text": path.read_text(encoding="utf-8")} for path in paths])):
+    for path, summary in zip(
+        paths, chain.batch([{"text": path.read_text(encoding="utf-8")} for path in paths])
+    ):
         print(f"{path.name}: {summary.model_dump_json()}")
 
 

@@ -197,4 +197,6 @@ def small_tokenizer(vocab_size: int = 1000, chat_template: str | None = CHATML) 
     ]
     backend.train_from_iterator(lines * 8, trainer)
     named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return Tokenizer(backend, named, {} if chat_template is None else {"default": chat_template}, "small_tokenizer")
+    return Tokenizer(
+        backend, named, {} if chat_template is None else {"default": chat_template}, "small_tokenizer"
+    )

@@ -113,12 +113,18 @@ INLINE void vstore_n(float *p, vf v, int n) {
 #endif
 }
 
-/* bf16 numbers as floats: their bits are the upper half. */
+/* bf16 numbers as floats: their bits are the upper half. Intrinsics where the compiler would convert in pieces. */
 INLINE vf vload_bf16(const uint16_t *p) {
+#if PB_AVX512
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif PB_AVX2
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     typedef uint16_t vh __attribute__((vector_size(W * 2)));
     vh v;
     memcpy(&v, p, sizeof v);
     return as_vf(__builtin_convertvector(v, vi) << 16);
+#endif
 }
 
 INLINE vf vload_bf16_n(const uint16_t *p, int n) {

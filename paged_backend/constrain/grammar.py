@@ -1,8 +1,8 @@
 """From StructuredOutputs to the tokens a request may take next: compiled once per engine, one state per sequence.
 
 A sampled token passes only if the output can still be completed behind it within ``max_tokens``; otherwise the first
-token of a known closing path takes its place (``closing.py``). So the invariant "remaining tokens >= length of the known
-path" holds from submit to the end, and every constrained output is complete.
+token of a known closing path takes its place (``closing.py``). So the invariant "remaining tokens >= length of the
+known path" holds from submit to the end, and every constrained output is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Array = np.ndarray[Any, Any]
 _MAX_GRAMMARS = 64  # compiled grammars an engine keeps
 _MAX_PATHS = 6  # closing paths a grammar remembers
 _NEAR = 16  # tokens that it looks ahead where no path is known
-_SEARCH_LIMIT = 1024  # longest path looked for between two tokens; behind that a token counts as leading nowhere
+_SEARCH_LIMIT = (
+    1024  # longest path looked for between two tokens; behind that a token counts as leading nowhere
+)
 
 
 class GrammarCompiler:
@@ -87,7 +89,9 @@ class GrammarCompiler:
     def _open(self, llguidance: Any) -> None:
         backend = getattr(self._tokenizer, "backend", None)
         if backend is None:
-            raise RequestRejectedError("structured_outputs needs an engine whose tokenizer is a fast tokenizer")
+            raise RequestRejectedError(
+                "structured_outputs needs an engine whose tokenizer is a fast tokenizer"
+            )
         size = self._tokenizer.vocab_size
         ends = [i for i in self._eos_token_ids if i < size] or sorted(self._tokenizer.special_ids)[:1]
         if not ends:
@@ -111,9 +115,7 @@ class Grammar:
         self._shortest: list[int] | None = None
         self._searched = False
 
-    def open(
-        self, max_tokens: int, stop_ids: Sequence[int], ignored_ids: Sequence[int] = ()
-    ) -> GrammarState:
+    def open(self, max_tokens: int, stop_ids: Sequence[int], ignored_ids: Sequence[int] = ()) -> GrammarState:
         """The state of a new request. stop_ids: tokens that end it. ignored_ids: end-of-sequence ids that do not.
 
         Raises :class:`RequestRejectedError` if a complete output is known not to fit ``max_tokens``. (For some patterns
@@ -172,9 +174,7 @@ class GrammarState:
         """A second sequence that goes on from here."""
         self._wait()
         copy = self._matcher.deep_copy()
-        return GrammarState(
-            self._grammar, copy, self._path, self._remaining, self._stop_ids, self._ignored
-        )
+        return GrammarState(self._grammar, copy, self._path, self._remaining, self._stop_ids, self._ignored)
 
     @property
     def ended(self) -> bool:
@@ -271,7 +271,9 @@ class GrammarState:
         """Take back the last ``count`` tokens (speculation that was not accepted)."""
         self._wait()
         if count and not self._matcher.rollback(count):
-            raise RequestFailedError(f"the grammar cannot take back {count} tokens: {self._matcher.get_error()}")
+            raise RequestFailedError(
+                f"the grammar cannot take back {count} tokens: {self._matcher.get_error()}"
+            )
         self._remaining += count
         self._mask, self._next = None, None
         self._path = find_closing(self._matcher, self._grammar.order, self._grammar.eos, _SEARCH_LIMIT)

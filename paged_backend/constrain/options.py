@@ -38,7 +38,9 @@ class StructuredOutputs:
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.json_object is not None and self.json_object is not True:
-            raise ValueError("structured_outputs.json_object must be True; leave structured_outputs out for free text")
+            raise ValueError(
+                "structured_outputs.json_object must be True; leave structured_outputs out for free text"
+            )
         if self.choice is not None:
             choices = [self.choice] if isinstance(self.choice, str) else list(self.choice)
             if not choices or not all(isinstance(c, str) and c for c in choices):
@@ -51,7 +53,9 @@ class StructuredOutputs:
         for name, mark in (("item_separator", ","), ("key_separator", ":")):
             value = getattr(self, name)
             if not isinstance(value, str) or value.strip(" ") != mark:
-                raise ValueError(f"structured_outputs.{name} must be {mark!r} with or without spaces, got {value!r}")
+                raise ValueError(
+                    f"structured_outputs.{name} must be {mark!r} with or without spaces, got {value!r}"
+                )
 
     @classmethod
     def coerce(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
@@ -59,7 +63,9 @@ class StructuredOutputs:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"structured_outputs must be StructuredOutputs or a dict, got {type(value).__name__}")
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputs or a dict, got {type(value).__name__}"
+            )
         known = {field.name for field in fields(cls)}
         unknown = [name for name in value if name not in known]
         if unknown:
@@ -76,7 +82,9 @@ def _schema_text(schema: Any) -> str:
     if data is True:
         data = {}
     if not isinstance(data, Mapping):
-        raise ValueError(f"structured_outputs.json must be a JSON schema (an object), got {type(data).__name__}")
+        raise ValueError(
+            f"structured_outputs.json must be a JSON schema (an object), got {type(data).__name__}"
+        )
     try:
         return json.dumps(data, ensure_ascii=False)
     except (TypeError, ValueError) as error:

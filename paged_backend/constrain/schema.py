@@ -17,7 +17,9 @@ _DATE = (
     "(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
-_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = (
+    "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _OBJECT_RULES = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref")
@@ -50,7 +52,9 @@ def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
 def _merges(node: dict[str, Any]) -> bool:
     if len(node.get("allOf") or ()) > 1:
         return True
-    return any(name in node for name in ("properties", "required")) and any(name in node for name in _COMBINERS)
+    return any(name in node for name in ("properties", "required")) and any(
+        name in node for name in _COMBINERS
+    )
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:

@@ -208,7 +208,9 @@ class Engine:
         if params.beam_search is not None or params.prompt_logprobs is not None:
             raise RequestRejectedError("resume_output_ids excludes beam_search and prompt_logprobs")
         if not resume or not all(0 <= index < params.n for index in resume):
-            raise RequestRejectedError(f"resume_output_ids must name samples below n={params.n}, got {list(resume)}")
+            raise RequestRejectedError(
+                f"resume_output_ids must name samples below n={params.n}, got {list(resume)}"
+            )
         for output in resume.values():
             if len(output) >= max_tokens:
                 raise RequestRejectedError(
@@ -227,7 +229,7 @@ class Engine:
             async for output in stream:
                 yield output
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     def abort(self, request_id: str) -> None:
         """Stop a request; unknown and finished ids are ignored. Safe from any thread."""
@@ -277,7 +279,9 @@ class Engine:
             self._failure = error
         finally:
             if not self._closing:
-                died = EngineClosedError(f"a thread of the engine has died ({self._failure!r}): open a new engine")
+                died = EngineClosedError(
+                    f"a thread of the engine has died ({self._failure!r}): open a new engine"
+                )
                 for state in list(self._states.values()):
                     state.end("error", died)
 
@@ -304,7 +308,6 @@ class Engine:
                     core.check()  # a leak or a broken table becomes loud while nobody is harmed
             except Exception as error:
                 self._recover(error)
-        self._outbox.put(None)
 
     def _recover(self, error: Exception) -> None:
         """Bookkeeping raised (a bug here, not a bad request): give up what is running, keep serving what comes."""
@@ -398,6 +401,8 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._loop_thread:
             self._loop_thread.join()
+        self._outbox.put(None)  # after the last updates of the loop
+        if threading.current_thread() not in (self._loop_thread, self._output_thread):
             self._output_thread.join()
         error = EngineClosedError("the engine was closed while the request ran")
         for state in list(self._states.values()):

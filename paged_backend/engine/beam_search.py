@@ -91,7 +91,9 @@ class BeamGroup:
         ends = [self._ends(beam) for beam in candidates]
         self._proposals.clear()
         width, options = self.options.num_beams, self.options
-        running = [(beam.score + (OUT if end else np.float32(0)), beam) for beam, end in zip(candidates, ends)]
+        running = [
+            (beam.score + (OUT if end else np.float32(0)), beam) for beam, end in zip(candidates, ends)
+        ]
         running = sorted(running, key=lambda item: -item[0])[:width]
         self._finish(candidates, ends)
         length = len(candidates[0].token_ids)

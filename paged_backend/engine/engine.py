@@ -343,7 +343,9 @@ class EngineCore:
             return
         children: list[Request] = []
         taken: set[int] = set()
-        for number, pick in enumerate(picks):  # every fork comes before any append: it takes over the beam's tokens
+        for number, pick in enumerate(
+            picks
+        ):  # every fork comes before any append: it takes over the beam's tokens
             parent = beams[pick.parent]
             child = parent if pick.parent not in taken else self.scheduler.fork(parent, number)
             taken.add(pick.parent)

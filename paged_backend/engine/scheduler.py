@@ -230,7 +230,9 @@ class Scheduler:
         cache.reserve(request.table, computed, computed + count)
         cache.lead(request.table)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(computed, request.num_prompt_tokens)  # a resumed output may hit as well
+            request.num_cached_tokens = min(
+                computed, request.num_prompt_tokens
+            )  # a resumed output may hit as well
             cache.prefix_queries += request.num_prompt_tokens
             cache.prefix_hits += request.num_cached_tokens
         self.waiting.remove(request)

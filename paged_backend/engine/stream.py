@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
 from paged_backend.engine.engine import Update
@@ -17,7 +17,6 @@ from paged_backend.engine.output_processor import CompletionState, logprob_dict
 from paged_backend.errors import RequestAbortedError
 from paged_backend.outputs import Logprob, RequestMetrics, RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
-
 
 logger = logging.getLogger("paged_backend")
 
@@ -173,7 +172,7 @@ class RequestHandle:
         if not self._state.finished:
             self._abort(self.request_id)
 
-    def __iter__(self) -> Iterator[RequestOutput]:
+    def __iter__(self) -> Generator[RequestOutput, None, None]:
         state, seen = self._state, 0
         try:
             while True:
@@ -187,7 +186,7 @@ class RequestHandle:
         finally:
             self.abort()
 
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
         state, seen = self._state, 0
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Tool calls: how a model is told of tools, held to their form, and understood. Used by every adapter and the server."""
+"""Tool calls: how a model is told of tools, held to their form, and understood. For every adapter and the server."""
 
 from paged_backend.tools.chat import ChatCall, prepare_chat
 from paged_backend.tools.formats import ToolFormat, tool_format_for

@@ -1,4 +1,4 @@
-"""prepare_chat: what OpenAI's chat options mean to the engine. The one place where adapters and the server read them."""
+"""prepare_chat: what OpenAI's chat options mean to the engine. Adapters and the server read them here."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def _choice(choice: Any, offered: bool) -> str:
     if choice is True or choice in FORCED:
         choice = "required"
     if not isinstance(choice, str):
-        raise RequestRejectedError(f"tool_choice must be auto, none, required or the name of a tool, got {choice!r}")
+        raise RequestRejectedError(
+            f"tool_choice must be auto, none, required or the name of a tool, got {choice!r}"
+        )
     if not offered and choice not in ("auto", "none"):
         raise RequestRejectedError(f"tool_choice is {choice!r}, but no tools were given")
     return choice

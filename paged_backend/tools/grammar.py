@@ -44,7 +44,9 @@ def tool_outputs(
         functions = [function for function in functions if function["name"] == choice]
         parallel = False
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
-    rules += [f"call_{i}: %json {_call_schema(tool_format, function)}" for i, function in enumerate(functions)]
+    rules += [
+        f"call_{i}: %json {_call_schema(tool_format, function)}" for i, function in enumerate(functions)
+    ]
     free = choice == "auto"
     many = free if parallel is None else parallel
     if free and response_schema is None and tool_format.bare:

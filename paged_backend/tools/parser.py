@@ -38,7 +38,7 @@ class InvalidToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of call number ``index``. The first has ``id`` and ``name`` and no arguments, later ones only arguments."""
+    """A piece of call number ``index``. The first has ``id`` and ``name``, later ones only arguments."""
 
     index: int
     id: str | None = None
@@ -201,7 +201,9 @@ class ToolCallParser:
         if brace < 0:
             if final:
                 text, self._buffer, self._inside = self._buffer, "", False
-                self.reply.invalid.append(InvalidToolCall(self._new_id(), None, text.strip(), "it has no arguments"))
+                self.reply.invalid.append(
+                    InvalidToolCall(self._new_id(), None, text.strip(), "it has no arguments")
+                )
             return False
         name = self._buffer[:brace].partition("[CALL_ID]")[0].replace("[ARGS]", "").strip()
         self._buffer = self._buffer[brace:]

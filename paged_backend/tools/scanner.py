@@ -65,7 +65,7 @@ class CallScanner:
         name = call.get("name")
         if not isinstance(name, str) or not name:
             return raw or self.text, "it has no name"
-        value = next((call[key] for key in self._keys if key in call), {})
+        value: Any = next((call[key] for key in self._keys if key in call), {})
         if isinstance(value, str):  # arguments as a string of JSON
             try:
                 value = json.loads(value)
@@ -113,7 +113,7 @@ class CallScanner:
         if self._depth != 1 or self._only_arguments:
             return
         try:
-            value = json.loads(literal)
+            value: Any = json.loads(literal)
         except ValueError:
             return
         if self._is_key:

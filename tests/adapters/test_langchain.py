@@ -18,9 +18,9 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
+from paged_backend.adapters.langchain import ChatPaged, PagedLLM
 
 from paged_backend import errors
-from paged_backend.adapters.langchain import ChatPaged, PagedLLM
 from paged_backend.testing import reply_engine
 
 WORDS = "one two three four five six seven eight nine ten"
@@ -79,7 +79,7 @@ class Gate:
         engine._core.runner.before_run = hold
 
 
-# --- batches: everything is in the engine before the first step ends ----------------------------------------------
+# --- batches: everything is in the engine before the first step ends ----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,13 @@ def test_a_bad_input_of_a_batch_is_its_own(chat):
     assert isinstance(found[1], ModelInvalidRequestError)
 
 
-# --- text, stops, options --------------------------------------------------------------------------------------------
+# --- text, stops, options -----------------------------------------------------------------------------------
 
 
 def test_invoke_stream_and_async_say_the_same_and_never_the_prompt(engine, chat, llm):
-    engine._core.runner.before_run = lambda works: time.sleep(0.005)  # else a reader finds several tokens in one piece
+    engine._core.runner.before_run = lambda works: time.sleep(
+        0.005
+    )  # else a reader finds several tokens in one piece
 
     async def alist(stream):
         return [chunk async for chunk in stream]
@@ -249,7 +251,7 @@ def test_the_chat_template_s_bos_is_the_only_one():
     assert completion_ids.count(0) == 1
 
 
-# --- leaving early -------------------------------------------------------------------------------------------------
+# --- leaving early ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["chat", "llm"])
@@ -301,7 +303,7 @@ def test_timeout_ends_the_request_and_says_so(engine):
     assert model.invoke("hi").content == "You said: hi"
 
 
-# --- caches, callbacks, errors, configuration ------------------------------------------------------------------------
+# --- caches, callbacks, errors, configuration ---------------------------------------------------------------
 
 
 def test_models_that_differ_share_no_cache_entry(engine):
@@ -380,7 +382,7 @@ def test_copies_and_pickles_of_a_model_open_nothing(chat):
     assert model.model_copy(update={"max_tokens": 3}).max_tokens == 3
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
 def prompt_of(engine, model, messages, **kwargs):
@@ -404,7 +406,7 @@ def test_every_kind_of_message_has_its_place(engine, chat):
             SystemMessage("S2"),
             HumanMessage([{"type": "text", "text": "part one"}, "part two"], name="ann"),
             HumanMessage("again"),
-            AIMessage([{"type": "text", "text": "thought"}, {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}],
+            AIMessage([{"type": "text", "text": "thought"}, {"type": "tool_use", "id": "call_1", "name": "f"}],
                       tool_calls=[call]),
             ToolMessage("broken", tool_call_id="call_1", status="error"),
             AIMessage(""),

@@ -13,8 +13,8 @@ pytest.importorskip("llguidance")
 
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
-
 from paged_backend.adapters.langchain import ChatPaged
+
 from paged_backend.testing import reply_engine
 
 needs_demo = pytest.mark.skipif(

@@ -12,9 +12,9 @@ pytest.importorskip("llguidance")
 
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
+from paged_backend.adapters.langchain import ChatPaged
 from pydantic import BaseModel
 
-from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.testing import CHATML, reply_engine, small_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'

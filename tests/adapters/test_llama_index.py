@@ -25,9 +25,9 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from paged_backend.adapters.llama_index import PagedLLM
 from pydantic import BaseModel
 
-from paged_backend.adapters.llama_index import PagedLLM
 from paged_backend.errors import RequestRejectedError
 from paged_backend.testing import CHATML, reply_engine, small_tokenizer
 
@@ -114,7 +114,7 @@ def test_nothing_is_opened_and_nothing_misspelt_is_taken_at_construction():
         PagedLLM("nowhere/none", sampling={"top_p": 4})
 
 
-# --- every way to ask ------------------------------------------------------------------------------------------------
+# --- every way to ask ---------------------------------------------------------------------------------------
 
 
 async def collect(stream):
@@ -162,7 +162,9 @@ def test_async_calls_run_together(llm, engine):
 
 
 def test_formatted_says_whether_the_prompt_is_wrapped(engine):
-    llm = PagedLLM("s", engine=engine, temperature=0, completion_to_prompt=lambda text: raw("wrapped " + text))
+    llm = PagedLLM(
+        "s", engine=engine, temperature=0, completion_to_prompt=lambda text: raw("wrapped " + text)
+    )
     assert llm.complete("x").text == "You said: wrapped x"
     assert list(llm.stream_complete("x"))[-1].text == "You said: wrapped x"
     assert llm.complete(raw("x"), formatted=True).text == "You said: x"
@@ -204,7 +206,9 @@ def test_tokens_are_counted_once_however_they_are_asked_for(engine):
         ask(PagedLLM("s", engine=engine, temperature=0, callback_manager=CallbackManager([counter])))
         ids = engine.tokenizer.encode(WORDS, add_special_tokens=False)
         assert counter.completion_llm_token_count == len(ids) + 1  # and the end
-        assert counter.prompt_llm_token_count == len(engine.tokenizer.encode(raw("count"), add_special_tokens=False))
+        assert counter.prompt_llm_token_count == len(
+            engine.tokenizer.encode(raw("count"), add_special_tokens=False)
+        )
 
 
 def test_the_second_question_reuses_the_prefix(llm):
@@ -222,14 +226,19 @@ def test_chats_have_the_template_s_bos_only():
     )
     seen = []
     with reply_engine(respond, tokenizer) as engine:
-        engine._core.runner.before_run = lambda works: seen.extend(w.piece.token_ids for w in works if not w.piece.start)
+        engine._core.runner.before_run = lambda works: seen.extend(
+            w.piece.token_ids for w in works if not w.piece.start
+        )
         PagedLLM("s", engine=engine, temperature=0).chat(user("hello"))
         PagedLLM("s", engine=engine, temperature=0).complete(raw("hello"))
     assert [ids.count(0) for ids in seen] == [1, 1]
 
 
 def test_leaving_a_stream_frees_its_blocks(llm, engine):
-    for stream in (llm.stream_chat(user("long"), max_tokens=400), llm.stream_complete(raw("long"), max_tokens=400)):
+    for stream in (
+        llm.stream_chat(user("long"), max_tokens=400),
+        llm.stream_complete(raw("long"), max_tokens=400),
+    ):
         next(stream)
         stream.close()
         wait_until(lambda: engine.stats().kv_blocks_used == 0)
@@ -251,7 +260,7 @@ def test_leaving_a_stream_frees_its_blocks(llm, engine):
     assert engine.stats().generation_tokens < 1200
 
 
-# --- messages ----------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
 def test_every_block_has_its_place(llm, engine):
@@ -262,10 +271,15 @@ def test_every_block_has_its_place(llm, engine):
     llm.chat(
         [
             ChatMessage(role=MessageRole.DEVELOPER, content="Be kind."),
-            ChatMessage(blocks=[TextBlock(text="one"), CachePoint(cache_control={"type": "x"}), TextBlock(text="two")]),
+            ChatMessage(
+                blocks=[TextBlock(text="one"), CachePoint(cache_control={"type": "x"}), TextBlock(text="two")]
+            ),
             ChatMessage(
                 role=MessageRole.ASSISTANT,
-                blocks=[ThinkingBlock(content="hm"), ToolCallBlock(tool_call_id="c1", tool_name="f", tool_kwargs={"a": 1})],
+                blocks=[
+                    ThinkingBlock(content="hm"),
+                    ToolCallBlock(tool_call_id="c1", tool_name="f", tool_kwargs={"a": 1}),
+                ],
                 additional_kwargs={"tool_calls": [call]},
             ),
             ChatMessage(role=MessageRole.TOOL, content="done", additional_kwargs={"tool_call_id": "c1"}),
@@ -280,7 +294,7 @@ def test_every_block_has_its_place(llm, engine):
         llm.chat([ChatMessage(blocks=[ImageBlock(image=b"\x89PNG")])])
 
 
-# --- tools ---------------------------------------------------------------------------------------------------------------
+# --- tools --------------------------------------------------------------------------------------------------
 
 
 def test_tools(llm):
@@ -333,7 +347,7 @@ def test_a_call_that_was_cut_off_is_no_call():
                 assert cut.additional_kwargs["finish_reason"] == "length"
 
 
-# --- structured output -----------------------------------------------------------------------------------------------------
+# --- structured output --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topic", ["person", "anything"])
@@ -363,7 +377,7 @@ def test_a_stream_of_a_structure_grows(llm, engine):
     assert ages[-1] == 30
 
 
-# --- agents ----------------------------------------------------------------------------------------------------------------
+# --- agents -------------------------------------------------------------------------------------------------
 
 
 async def test_function_agent(llm):

@@ -13,12 +13,12 @@ pytest.importorskip("llguidance")
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import Document, PromptTemplate, SummaryIndex
-
-from paged_backend import LLM, SamplingParams
 from paged_backend.adapters.engines import EngineUses
 from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.adapters.langchain import PagedLLM as LangChainLLM
 from paged_backend.adapters.llama_index import PagedLLM as LlamaIndexLLM
+
+from paged_backend import LLM, SamplingParams
 from paged_backend.testing import CHATML, small_tokenizer
 
 CONTEXT = "The garden was founded in 1852 and has a ginkgo, a pond and a very long bench. " * 4
@@ -38,7 +38,9 @@ def model(tmp_path_factory) -> str:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     return str(folder)
@@ -48,7 +50,11 @@ def test_three_frameworks_one_engine_one_pool_and_each_other_s_prefixes(model):
     system = f"Answer from this: {CONTEXT}"
     with LLM(model) as llm:
         chat = ChatPaged(model=model, temperature=0, max_tokens=6)
-        chain = ChatPromptTemplate.from_messages([("system", "{context}"), ("human", "{q}")]) | chat | StrOutputParser()
+        chain = (
+            ChatPromptTemplate.from_messages([("system", "{context}"), ("human", "{q}")])
+            | chat
+            | StrOutputParser()
+        )
         index_llm = LlamaIndexLLM(model, temperature=0, max_tokens=6)
         template = PromptTemplate("{context_str}\n{query_str}")
         query = SummaryIndex.from_documents([Document(text=CONTEXT)]).as_query_engine(

@@ -39,7 +39,9 @@ class NoisyRunner(ScriptedRunner):
         end = work.piece.start + len(work.piece.token_ids)
         if not work.rows:
             return Result([], [])
-        noise = np.random.default_rng(self._read(work, end)).standard_normal(self.vocab_size).astype(np.float32)
+        noise = (
+            np.random.default_rng(self._read(work, end)).standard_normal(self.vocab_size).astype(np.float32)
+        )
         logits = torch.from_numpy(3 * noise).repeat(len(work.rows), 1)
         return Result(self.sampler.sample(logits, work.rows), [])
 
@@ -87,7 +89,9 @@ def test_every_output_is_complete_at_any_budget(engine):
 def test_free_and_constrained_requests_share_a_batch(engine):
     free = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     alone = engine.submit("free", free).result(60).outputs[0].token_ids
-    mixed = engine.submit_many(["free", "a", "b"], [free, params(), params(structured_outputs={"choice": ["x", "y"]})])
+    mixed = engine.submit_many(
+        ["free", "a", "b"], [free, params(), params(structured_outputs={"choice": ["x", "y"]})]
+    )
     assert mixed[0].result(60).outputs[0].token_ids == alone
     valid(mixed[1].result(60).outputs[0].text)
     assert mixed[2].result(60).outputs[0].text in ("x", "y")
@@ -155,7 +159,9 @@ def test_no_end_before_min_tokens_where_the_grammar_can_go_on(engine):
     wanted = params(structured_outputs={"regex": "[a-z]*"}, min_tokens=25, max_tokens=40)
     assert len(engine.submit("a", wanted).result(60).outputs[0].token_ids) >= 25
     # and where it cannot, the grammar's end is the end
-    ended = engine.submit("a", params(structured_outputs={"choice": ["x"]}, min_tokens=25)).result(60).outputs[0]
+    ended = (
+        engine.submit("a", params(structured_outputs={"choice": ["x"]}, min_tokens=25)).result(60).outputs[0]
+    )
     assert (ended.text, ended.finish_reason) == ("x", "stop")
 
 

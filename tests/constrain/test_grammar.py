@@ -76,7 +76,9 @@ def test_every_schema_of_the_battery_within_any_budget(battery_schema, compiler,
 
 
 def test_a_schema_that_cannot_fit_names_what_would(compiler):
-    grammar = compiler.compile(StructuredOutputs(json={"type": "array", "items": {"const": 7}, "minItems": 9}))
+    grammar = compiler.compile(
+        StructuredOutputs(json={"type": "array", "items": {"const": 7}, "minItems": 9})
+    )
     with pytest.raises(RequestRejectedError, match=r"max_tokens of at least (\d+)") as caught:
         grammar.open(5, [EOS])
     enough = int(str(caught.value).split("at least ")[1].split()[0])
@@ -84,7 +86,9 @@ def test_a_schema_that_cannot_fit_names_what_would(compiler):
 
 
 def test_no_free_whitespace_and_raw_unicode(compiler, tokenizer):
-    wanted = StructuredOutputs(json={"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]})
+    wanted = StructuredOutputs(
+        json={"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}
+    )
     state = compiler.compile(wanted).open(60, [EOS])
     for token in tokenizer.encode('{"k":"', add_special_tokens=False):
         assert state.mask()[token]
@@ -139,7 +143,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(wanted, compiler):
 
 def test_equal_forms_are_compiled_once(compiler):
     schema = {"type": "object", "properties": {"z": {"type": "integer"}}}
-    assert compiler.compile(StructuredOutputs(json=schema)) is compiler.compile(StructuredOutputs(json=schema))
+    assert compiler.compile(StructuredOutputs(json=schema)) is compiler.compile(
+        StructuredOutputs(json=schema)
+    )
 
 
 def test_all_ends_wait_for_an_allowed_end(compiler, tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def params(beams: int = 3, n: int = 1, length: int = 10, **more: Any) -> Samplin
 def expected(pair: Any, prompt: list[int], beams: int, n: int, length: int, **more: Any) -> list[list[int]]:
     out = pair.theirs.generate(
         torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         num_beams=beams,
         num_return_sequences=n,
         max_new_tokens=length,
@@ -78,10 +80,24 @@ def test_hypotheses_and_scores(early: Any, penalty: float, eos: list[int], pair:
             assert completion.stop_reason == (completion.token_ids[-1] if ended else None)
 
 
-def test_a_crowded_pool(make_pair: Any) -> None:
-    """Beams that are preempted in the middle of a step, resumed and forked in that state change no hypothesis."""
+@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+def test_a_crowded_pool(seed: int | None, make_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams that are preempted, resumed and forked in that state change no hypothesis.
+
+    With a seed, requests lose blocks at random before a step, beams that wait for their group among them.
+    """
     pair = make_pair("Llama", LLAMA, num_blocks=26, block_size=4, max_num_batched_tokens=16)
     engine = pair.ours.engine
+    scheduler, choose = engine._core.scheduler, random.Random(seed)
+    schedule = scheduler.schedule
+
+    def rob_and_schedule() -> Any:
+        if choose.random() < 0.3 and scheduler.running:
+            scheduler._preempt(choose.choice(scheduler.running), choose.randint(1, 9))
+        return schedule()
+
+    if seed is not None:
+        monkeypatch.setattr(scheduler, "schedule", rob_and_schedule)
     prompts = [
         torch.randint(0, 101, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         for length in (3, 17, 9, 26, 5, 12)
@@ -95,7 +111,7 @@ def test_a_crowded_pool(make_pair: Any) -> None:
     for prompt, beams, plain in zip(prompts, outputs[::2], outputs[1::2]):
         assert [c.token_ids for c in beams] == expected(pair, prompt, 3, 2, 12)
         assert [c.token_ids for c in plain] == expected(pair, prompt[::-1], 1, 1, 20)
-    assert engine.stats().num_preemptions > 0
+    assert seed is None or engine.stats().num_preemptions > 20
     engine.check()
     assert engine.stats().kv_blocks_used == 0
 

@@ -36,7 +36,10 @@ TREE = {
         "name": "plant",
         "parameters": {
             "type": "object",
-            "properties": {"leaf": {"type": "integer"}, "branch": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "properties": {
+                "leaf": {"type": "integer"},
+                "branch": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            },
             "required": ["leaf", "branch"],
         },
     },
@@ -89,7 +92,9 @@ def test_forced_calls_are_valid_calls_and_nothing_else(tool_format, choice, gene
         assert len(one.calls) == 1
         assert one.content == ""
         check_calls(one)
-        several = parse_reply(tool_format, generate(tool_outputs(tool_format, TOOLS, choice, parallel=True), seed))
+        several = parse_reply(
+            tool_format, generate(tool_outputs(tool_format, TOOLS, choice, parallel=True), seed)
+        )
         assert len(several.calls) >= 1
         check_calls(several)
 

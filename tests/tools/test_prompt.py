@@ -47,9 +47,13 @@ def test_a_template_without_tools_has_them_explained():
     text = prompt["prompt"]
     assert text.startswith("<|im_start|>system\nBe kind.\n\nYou can call functions")
     assert '<tools>\n{"type": "function"' in text
-    assert '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>\n<tool_call>' in text
     assert (
-        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>\n<tool_call>'
+        in text
+    )
+    assert (
+        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>"
+        in text
     )
     assert text.endswith("<|im_start|>assistant\n")
     assert prompt["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
@@ -58,7 +62,9 @@ def test_a_template_without_tools_has_them_explained():
 def test_without_a_system_message_one_is_made_and_without_tools_none():
     tokenizer = fake(CHATML)
     hello = [{"role": "user", "content": "hello"}]
-    assert chat_prompt(tokenizer, hello, [TOOL], tool_format_for(tokenizer))["prompt"].startswith("<|im_start|>system\n")
+    assert chat_prompt(tokenizer, hello, [TOOL], tool_format_for(tokenizer))["prompt"].startswith(
+        "<|im_start|>system\n"
+    )
     plain = chat_prompt(tokenizer, hello, None, tool_format_for(tokenizer))["prompt"]
     assert plain == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
