@@ -26,7 +26,9 @@ def generate_batch(
                 raise ValueError("the prompt is empty: give at least one token")
             ids = torch.tensor([list(prompt)], dtype=torch.long)
             if int(ids.min()) < 0 or int(ids.max()) >= model.engine.vocab_size:
-                raise ValueError(f"the prompt has a token id outside the vocabulary of {model.engine.vocab_size}")
+                raise ValueError(
+                    f"the prompt has a token id outside the vocabulary of {model.engine.vocab_size}"
+                )
             pending.append(
                 model.submit(
                     ids, attention_mask=torch.ones_like(ids), generation_config=generation_config, **options

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.generation import stopping_criteria as sc
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
-
 from paged_backend.adapters.hf_processors import (
     ROW_CRITERIA,
     PreparedProcessors,
@@ -20,12 +16,18 @@ from paged_backend.adapters.hf_processors import (
     split_penalty,
     split_warpers,
 )
+from torch import Tensor
+from transformers.generation import stopping_criteria as sc
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import CompletionOutput
-from paged_backend.sampling_params import BeamSearch, RequestOutputKind, SamplingParams
+from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 
-_NO_INPUTS = frozenset(("attention_mask", "position_ids", "logits_to_keep", "use_cache", "tokenizer", "cache"))
+_NO_INPUTS = frozenset(
+    ("attention_mask", "position_ids", "logits_to_keep", "use_cache", "tokenizer", "cache")
+)
 """Arguments of the model's forward that are understood or that change no result; a cache is looked at by itself."""
 
 
@@ -122,7 +124,9 @@ class EngineCall:
             return f"{type(custom[0]).__name__} runs the model itself or remembers earlier steps"
         if self.streamer is not None and rows > 1:
             return "its streamer gets the tokens of several rows at once"
-        ends_early = any(not isinstance(c, (sc.MaxLengthCriteria, sc.EosTokenCriteria)) for c in self.criteria)
+        ends_early = any(
+            not isinstance(c, (sc.MaxLengthCriteria, sc.EosTokenCriteria)) for c in self.criteria
+        )
         if rows > 1 and ends_early and not self.eos_ids and not self.beams:
             return "rows may end at different lengths, and without an eos_token_id nothing fills the shorter ones"
         return None
@@ -135,7 +139,7 @@ class EngineCall:
         self.handles = self.engine.submit_many([r.prompt for r in self.rows], [r.params for r in self.rows])
 
     def _rows(self, index: int) -> list[Row]:
-        """The requests for the ``copies`` rows from ``index`` on: one with n samples if they need nothing of their own."""
+        """Requests for the ``copies`` rows from ``index`` on: one with n samples if they need nothing of their own."""
         processors, fields = self._split(index)
         fits = self.copies <= self.engine.max_num_seqs
         if self.copies == 1 or (fits and not (processors or self._watched or self._records)):
@@ -267,53 +271,3 @@ class EngineCall:
                     values.append(over)
             steps.append(torch.cat(values))
         return tuple(steps)
-
-
-class BeamCall(EngineCall):
-    """The same for ``_beam_search``: one request per prompt, its beams forked inside the engine."""
-
-    beams = True
-
-    def why_not(self) -> str | None:
-        config = self.config
-        if config.do_sample:
-            return "beams that are sampled follow transformers' random numbers"
-        if config.return_dict_in_generate and (config.output_logits or config.output_scores):
-            return "beam search here does not record scores or logits of each step"
-        if config.low_memory:
-            return "low_memory is set"
-        if max(2, 1 + len(self.eos_ids)) * config.num_beams > self.engine.vocab_size:
-            return "the vocabulary is too small for that many beams"
-        return super().why_not()
-
-    def _rows(self, index: int) -> list[Row]:
-        config, prefix = self.config, self.input_ids[index]
-        processors = self.processors.for_row(index, self.copies)
-        params = SamplingParams(
-            n=config.num_return_sequences or 1,
-            temperature=0.0,
-            repetition_penalty=1.0,
-            beam_search=BeamSearch(config.num_beams, config.length_penalty, config.early_stopping),
-            logits_processors=[RowProcessor(prefix, processors)] if processors else [],
-            **self._limits(prefix, None),
-        )
-        return [Row(prefix, self._prompt(index), params)]
-
-    def _assemble(self, outputs: list[CompletionOutput]) -> Any:
-        width = max(len(output.token_ids) for output in outputs)
-        per_prompt = len(outputs) // len(self.rows)
-        # as in transformers, a pad_token_id of 0 counts as none here
-        pad = self.config._pad_token_tensor
-        fill = (int(pad) if pad is not None and int(pad) else self.eos_ids[0]) if self.eos_ids else -1
-        new = torch.full((len(outputs), width), fill, dtype=torch.long)
-        indices = torch.full((len(outputs), width), -1, dtype=torch.int32)
-        for i, output in enumerate(outputs):
-            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
-            if output.beam is not None:
-                first = i // per_prompt * self.config.num_beams
-                indices[i, : len(output.token_ids)] = torch.tensor(output.beam.parents) + first
-        prompts = torch.stack([row.prefix for row in self.rows]).repeat_interleave(per_prompt, dim=0)
-        sequences = torch.cat([prompts, new], dim=1)
-        if not self.config.return_dict_in_generate:
-            return sequences
-        return GenerateBeamDecoderOnlyOutput(sequences=sequences, beam_indices=indices)

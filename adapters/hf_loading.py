@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paged_backend.adapters.hf_model import PagedGeneration, paged_class
+from paged_backend.adapters.hf_state import Paged, fingerprint
 
-from paged_backend.adapters.hf_model import Paged, PagedGeneration, fingerprint, paged_class
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.factory import start_engine
@@ -23,9 +24,15 @@ from paged_backend.models.checkpoint import Checkpoint
 logger = logging.getLogger("paged_backend")
 
 _DTYPES = {None: "auto", "auto": "auto", torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_DTYPES.update({str(dtype).removeprefix("torch."): name for dtype, name in _DTYPES.items() if dtype is not None})
+_DTYPES.update(
+    {str(dtype).removeprefix("torch."): name for dtype, name in _DTYPES.items() if dtype is not None}
+)
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-ENGINE_OPTIONS = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - {"model", "dtype", "trust_remote_code"}
+ENGINE_OPTIONS = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - {
+    "model",
+    "dtype",
+    "trust_remote_code",
+}
 
 
 def from_pretrained(name: str | Path, **options: Any) -> Any:
@@ -57,7 +64,9 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
         if generation_config is not None:
             model.generation_config = generation_config
         elif checkpoint.generation_config:
-            model.generation_config = type(model.generation_config).from_dict(dict(checkpoint.generation_config))
+            model.generation_config = type(model.generation_config).from_dict(
+                dict(checkpoint.generation_config)
+            )
 
         def load(config: Any) -> Any:  # which must not hold the model: its engine is closed when nothing does
             module = load_module(checkpoint, dtype, config=config)
@@ -78,15 +87,21 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
     if isinstance(model, PagedGeneration):
         raise ValueError("this model generates with the engine already")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generation_config"):
-        raise TypeError(f"accelerate takes a transformers model that can generate, not {type(model).__name__}")
+        raise TypeError(
+            f"accelerate takes a transformers model that can generate, not {type(model).__name__}"
+        )
     if weights not in ("pack", "share"):
         raise ValueError(f"weights must be 'pack' or 'share', got {weights!r}")
     places = {parameter.device.type for parameter in model.parameters()}
     if places != {"cpu"}:
-        raise ValueError(f"the engine runs on the CPU, the model is on {sorted(places)}: move it with .to('cpu')")
+        raise ValueError(
+            f"the engine runs on the CPU, the model is on {sorted(places)}: move it with .to('cpu')"
+        )
     unknown = set(options) - ENGINE_OPTIONS - {"dtype"}
     if unknown:
-        raise TypeError(f"accelerate has no option {sorted(unknown)}; engine options are {sorted(ENGINE_OPTIONS)}")
+        raise TypeError(
+            f"accelerate has no option {sorted(unknown)}; engine options are {sorted(ENGINE_OPTIONS)}"
+        )
     base = type(model)
     engine = _engine_of(model, base, options, weights)
     model.__class__ = paged_class(base)
@@ -100,6 +115,7 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
 def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str = "pack") -> Engine:
     """An engine of its own for a module in memory: natively with packed weights, or over the module's own."""
     from paged_backend.kernels.select import select_kernels
+
     from paged_backend.models.loading import LoadedModel, build_model
     from paged_backend.models.transformers_model import TransformersModel
     from paged_backend.models.transformers_module import share
@@ -116,7 +132,7 @@ def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str
     if loaded is None:
         if config.dtype != "auto" or config.quantization is not None:
             raise UnsupportedModelError(
-                f"{base.__name__} runs on the module's own weights, in their precision: leave out dtype and quantization"
+                f"{base.__name__} runs on the module's own weights as they are: leave out dtype and quantization"
             )
         twin = share(module)
         for part in twin.modules():
@@ -165,7 +181,9 @@ def _check_options(options: dict[str, Any]) -> None:
     place = options.pop("device_map", None)
     values = set(map(str, place.values())) if isinstance(place, Mapping) else {str(place)}
     if not values <= {"None", "auto", "cpu"}:
-        raise ValueError(f"device_map={place!r}: the engine runs on the CPU; use 'cpu', 'auto' or leave it out")
+        raise ValueError(
+            f"device_map={place!r}: the engine runs on the CPU; use 'cpu', 'auto' or leave it out"
+        )
     if options.pop("trust_remote_code", None):
         raise ValueError("trust_remote_code=True is not supported: code from a checkpoint is never run")
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit"):
@@ -176,11 +194,13 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError("use_safetensors=False is not supported: pickled weights are never read")
     for name in ("config", "state_dict"):
         if options.pop(name, None) is not None:
-            raise ValueError(f"{name}= is not supported here: load the model with transformers and accelerate() it")
+            raise ValueError(
+                f"{name}= is not supported here: load the model with transformers and accelerate() it"
+            )
 
 
 def _locate(name: str, options: dict[str, Any]) -> str:
-    """What the engine is to load: the name itself, so that others share it, or a file or revision that it stands for."""
+    """What the engine is to load: the name itself, so that others share it, or the file or revision asked for."""
     hub = {key: options.pop(key) for key in _HUB if key in options}
     hub = {key: value for key, value in hub.items() if value not in (None, False)}
     subfolder, file = options.pop("subfolder", ""), options.pop("gguf_file", None)

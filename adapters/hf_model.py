@@ -1,86 +1,27 @@
 """PagedGeneration: put before a model's own class, it sends that model's ``generate`` to the engine.
 
-All of transformers' preparation runs unchanged (checks, warnings, generation config, processors, criteria); only its
-decoding loops ``_sample`` and ``_beam_search`` are replaced, where the engine can do what was asked. Otherwise they run as
-they are, said in one log line, on the module, whose weights are loaded only then.
+All of transformers' preparation runs unchanged (checks, warnings, generation config, processors, criteria);
+only its decoding loops ``_sample`` and ``_beam_search`` are replaced, where the engine can do what was asked.
+Otherwise they run as they are, said in one log line, on the module, whose weights are loaded only then.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from paged_backend.adapters.hf_beams import BeamCall
+from paged_backend.adapters.hf_call import EngineCall
+from paged_backend.adapters.hf_processors import PreparedProcessors
+from paged_backend.adapters.hf_state import SUBMIT, Paged, Pending, Submitted, fingerprint
 from torch import Tensor
 
-from paged_backend.adapters.hf_call import BeamCall, EngineCall
-from paged_backend.adapters.hf_processors import PreparedProcessors
 from paged_backend.engine.async_engine import Engine
 from paged_backend.errors import RequestRejectedError
 
 logger = logging.getLogger("paged_backend")
-
-
-@dataclass
-class Paged:
-    """What a paged model has beside its module.
-
-    load: the module for a config, its weights read; None once they are. rebuild: an engine for the module as it is now.
-    seen: :func:`fingerprint` of the weights that the engine has, None while the module has none.
-    """
-
-    engine: Engine
-    base: type
-    load: Callable[[Any], Any] | None
-    rebuild: Callable[[Any], Engine]
-    seen: Fingerprint | None = None
-    lock: Any = field(default_factory=threading.RLock)
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """structure: names and types of all modules. values: identity, version and a few numbers of each parameter."""
-
-    structure: tuple[Any, ...]
-    values: tuple[Any, ...]
-
-
-def fingerprint(module: torch.nn.Module) -> Fingerprint:
-    """Cheap (milliseconds) and enough to notice training, loading, merging and injected adapters."""
-    structure = tuple((name, type(part)) for name, part in module.named_modules() if name)
-    values = []
-    for name, parameter in module.named_parameters():
-        data = parameter.detach()
-        version = 0 if parameter.is_inference() else parameter._version
-        few = data.flatten()[:: max(1, data.numel() // 8)] if data.is_contiguous() else data.reshape(-1)[:8]
-        sample = few.clone().view(torch.uint8).cpu().numpy().tobytes()
-        values.append((name, data.data_ptr(), version, data.dtype, str(data.device), sample))
-    return Fingerprint(structure, tuple(values))
-
-
-class Pending:
-    """A call that has been handed to the engine.
-
-    result: waits for what ``generate`` returns. cancel: takes the call's requests out of the engine.
-    """
-
-    def __init__(self, result: Callable[[], Any], cancel: Callable[[], None] = lambda: None) -> None:
-        self.result = result
-        self.cancel = cancel
-
-
-SUBMIT = "submit"
-
-
-class Submitted(Exception):
-    """Raised by ``generate(paged_call=SUBMIT)`` to leave its caller, here transformers' pipeline, until the end."""
-
-    def __init__(self, pending: Pending) -> None:
-        super().__init__("the call was handed to the engine")
-        self.pending = pending
 
 
 class PagedGeneration:
@@ -98,7 +39,8 @@ class PagedGeneration:
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ``GenerationMixin.generate``, with the same arguments and results, run by the engine where it can.
 
-        ``cache_implementation="paged"`` is what happens anyway. The result's ``cache`` is None: the engine keeps its own.
+        ``cache_implementation="paged"`` is what happens anyway. The result's ``cache`` is None: the engine
+        keeps its own.
         """
         call = kwargs.pop("paged_call", None)
         if isinstance(call, Pending):
@@ -127,19 +69,30 @@ class PagedGeneration:
         warmup: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Continue each list of token ids -> ``{"req_0": GenerationOutput, ...}`` as transformers' method of this name.
+        """Continue each list of token ids -> ``{"req_0": GenerationOutput, ...}`` as transformers' method of
+        this name.
 
-        kwargs: fields of the generation config. A prompt that cannot run has its message in ``error``; the others go on.
-        With ``num_return_sequences`` n the further samples are ``req_0__child#0``, ... continuous_batching_config and
-        warmup size pools of transformers' own implementation; the engine's are given when the model is made.
+        kwargs: fields of the generation config. A prompt that cannot run has its message in ``error``; the
+        others go on. With ``num_return_sequences`` n the further samples are ``req_0__child#0``, ...
+        continuous_batching_config and warmup size pools of transformers' own implementation; the engine's are
+        given when the model is made.
         """
         from paged_backend.adapters.hf_batch import generate_batch
 
         config = continuous_batching_config
         if record_timestamps or getattr(config, "return_logprobs", False):
-            logger.warning("generate_batch: timestamps and logprobs come from transformers' own implementation")
+            logger.warning(
+                "generate_batch: timestamps and logprobs come from transformers' own implementation"
+            )
             return self._plain().generate_batch(
-                inputs, generation_config, config, record_timestamps, progress_bar, persistent_manager, warmup, **kwargs
+                inputs,
+                generation_config,
+                config,
+                record_timestamps,
+                progress_bar,
+                persistent_manager,
+                warmup,
+                **kwargs,
             )
         return generate_batch(self, inputs, generation_config, progress_bar, kwargs)
 
@@ -210,7 +163,13 @@ class PagedGeneration:
         reason = "synced_gpus is set" if synced_gpus else self._refresh()
         if reason is None:
             call = kind(
-                self.engine, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+                self.engine,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+                streamer,
             )
             reason = call.why_not()
         if reason is None:
@@ -262,7 +221,9 @@ class PagedGeneration:
         with paged.lock:
             if paged.load is None:
                 return
-            logger.info("loading the weights of %s as a torch module beside the engine's", type(self).__name__)
+            logger.info(
+                "loading the weights of %s as a torch module beside the engine's", type(self).__name__
+            )
             load, paged.load = paged.load, None
             try:
                 module = load(self.config)  # type: ignore[attr-defined]
@@ -335,4 +296,6 @@ def _blank(base: type) -> Any:
 
 def paged_class(base: type) -> type:
     """A subclass of a transformers model class that has :class:`PagedGeneration` in front, and looks like ``base``."""
-    return type(base.__name__, (PagedGeneration, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    return type(
+        base.__name__, (PagedGeneration, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )

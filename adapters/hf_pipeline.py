@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from paged_backend.adapters.hf_model import PagedGeneration
+from paged_backend.adapters.hf_state import SUBMIT, Pending, Submitted
 from transformers import TextGenerationPipeline
-
-from paged_backend.adapters.hf_model import SUBMIT, PagedGeneration, Pending, Submitted
 
 
 class PagedTextGenerationPipeline(TextGenerationPipeline):

@@ -1,7 +1,7 @@
 """transformers' logits processors and stopping criteria, run on one row of a batch by the engine.
 
-The very objects that ``generate`` would have used do the work, on that row's part of what they would have seen, padding
-included. So their results are transformers' own, whatever the option.
+The very objects that ``generate`` would have used do the work, on that row's part of what they would have
+seen, padding included. So their results are transformers' own, whatever the option.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROW_PROCESSORS = (
     lp.SuppressTokensLogitsProcessor,
     lp.WatermarkLogitsProcessor,
 )
-"""Processors whose result for a row depends on that row alone and on nothing they remember. Others need the whole batch."""
+"""Processors whose result for a row depends on that row alone, and that remember nothing."""
 
 ROW_CRITERIA = (
     sc.MaxLengthCriteria,
@@ -157,7 +157,8 @@ class RowCriterion:
         ids = with_output(self._prefix, output)
         scores = None if self._recorder is None else tuple(self._recorder.steps(len(output)))
         # each is asked, as in transformers, even when an earlier one has said yes
-        return any([bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self._criteria])
+        said = [torch.as_tensor(criterion(ids, scores)) for criterion in self._criteria]
+        return any(bool(answer.any()) for answer in said)
 
 
 class Recorder:

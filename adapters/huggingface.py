@@ -11,14 +11,18 @@
     from paged_backend.adapters.huggingface import accelerate
     accelerate(model)                                                        # a transformers model in memory already
 
-The models stay instances of their own classes. ``generate`` takes every argument that it takes in transformers; what the
-engine cannot do runs on transformers' own implementation, with one log line saying why.
+The models stay instances of their own classes. ``generate`` takes every argument that it takes in
+transformers; what the engine cannot do runs on transformers' own implementation, with one log line saying
+why.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_backend.adapters.hf_pipeline import PagedTextGenerationPipeline
 
 __all__ = ["PagedModelForCausalLM", "PagedTextGenerationPipeline", "accelerate", "load_tokenizer", "pipeline"]
 
@@ -27,21 +31,25 @@ class PagedModelForCausalLM:
     """Made like ``AutoModelForCausalLM``, with :meth:`from_pretrained`."""
 
     def __init__(self) -> None:
-        raise OSError("PagedModelForCausalLM is made with PagedModelForCausalLM.from_pretrained(name_or_path)")
+        raise OSError(
+            "PagedModelForCausalLM is made with PagedModelForCausalLM.from_pretrained(name_or_path)"
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
         """A model of its own transformers class whose ``generate`` runs on the engine, which alone holds its weights.
 
-        pretrained_model_name_or_path: a folder with safetensors, a hub id, a ``.gguf`` file or ``demo``. options: fields of
-        :class:`EngineConfig` (``kernels``, ``max_num_seqs``, ``quantization``, ...), and of transformers: ``dtype``
-        (``"auto"``, float32, bfloat16: how weights are stored, math is float32), ``revision``, ``cache_dir``, ``token``,
-        ``local_files_only``, ``force_download``, ``subfolder``, ``gguf_file``, ``device_map`` (the CPU),
-        ``attn_implementation`` (of the module, when something needs it), ``generation_config``.
+        pretrained_model_name_or_path: a folder with safetensors, a hub id, a ``.gguf`` file or ``demo``.
+        options: fields of :class:`EngineConfig` (``kernels``, ``max_num_seqs``, ``quantization``, ...), and
+        of transformers: ``dtype`` (``"auto"``, float32, bfloat16: how weights are stored, math is float32),
+        ``revision``, ``cache_dir``, ``token``, ``local_files_only``, ``force_download``, ``subfolder``,
+        ``gguf_file``, ``device_map`` (the CPU), ``attn_implementation`` (of the module, when something needs
+        it), ``generation_config``.
 
-        The engine is shared with all others in this process that name the same model. The torch module is loaded when it is
-        first used: ``model(...)``, ``state_dict``, ``save_pretrained``, a ``generate`` that the engine cannot do.
-        Raises :class:`ModelLoadError`, ``TypeError`` for an unknown option, ``ValueError`` for one that cannot be honoured.
+        The engine is shared with all others in this process that name the same model. The torch module is
+        loaded when it is first used: ``model(...)``, ``state_dict``, ``save_pretrained``, a ``generate`` that
+        the engine cannot do. Raises :class:`ModelLoadError`, ``TypeError`` for an unknown option,
+        ``ValueError`` for one that cannot be honoured.
         """
         from paged_backend.adapters.hf_loading import from_pretrained
 
@@ -55,10 +63,10 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
     fastest way; ``"share"`` runs the module's own parameters, so that nothing is held twice. Other
     architectures always share. options: fields of :class:`EngineConfig`.
 
-    Weights that change later (training, ``load_state_dict``, a merged adapter) are noticed at the next call and the engine
-    is built anew; with injected adapters ``generate`` runs on transformers' own implementation.
-    Raises TypeError or ValueError for what cannot generate here, UnsupportedModelError for an architecture that cannot be
-    paged.
+    Weights that change later (training, ``load_state_dict``, a merged adapter) are noticed at the next call
+    and the engine is built anew; with injected adapters ``generate`` runs on transformers' own
+    implementation. Raises TypeError or ValueError for what cannot generate here, UnsupportedModelError for an
+    architecture that cannot be paged.
     """
     from paged_backend.adapters.hf_loading import accelerate
 
@@ -68,27 +76,34 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
 def pipeline(task: str | None = None, model: Any = None, tokenizer: Any = None, **options: Any) -> Any:
     """transformers' ``pipeline("text-generation", ...)`` on the engine: same arguments, same results.
 
-    model: what :meth:`PagedModelForCausalLM.from_pretrained` takes, or a transformers model (see :func:`accelerate`).
-    tokenizer: None takes the model's. options: those of transformers' ``pipeline`` and fields of :class:`EngineConfig`.
-    Raises ValueError for another task.
+    model: what :meth:`PagedModelForCausalLM.from_pretrained` takes, or a transformers model (see
+    :func:`accelerate`). tokenizer: None takes the model's. options: those of transformers' ``pipeline`` and
+    fields of :class:`EngineConfig`. Raises ValueError for another task.
     """
     import transformers
-
     from paged_backend.adapters.hf_loading import ENGINE_OPTIONS
     from paged_backend.adapters.hf_model import PagedGeneration
     from paged_backend.adapters.hf_pipeline import PagedTextGenerationPipeline
 
     if task not in (None, "text-generation"):
-        raise ValueError(f"task {task!r}: only 'text-generation' runs on the engine; use transformers.pipeline for others")
+        raise ValueError(
+            f"task {task!r}: only 'text-generation' runs on the engine; use transformers.pipeline for others"
+        )
     if model is None:
         raise ValueError("give a model: a folder, a hub id, a .gguf file, 'demo' or a transformers model")
     ours = {name: options.pop(name) for name in list(options) if name in ENGINE_OPTIONS}
     if isinstance(model, (str, Path)):
-        passed = {name: options.pop(name) for name in ("revision", "token", "dtype", "device_map") if name in options}
+        passed = {
+            name: options.pop(name)
+            for name in ("revision", "token", "dtype", "device_map")
+            if name in options
+        }
         passed.update(options.pop("model_kwargs", None) or {})
         name, model = str(model), PagedModelForCausalLM.from_pretrained(model, **passed, **ours)
         if tokenizer is None:
-            tokenizer = load_tokenizer(name, model, **{k: passed[k] for k in ("revision", "token") if k in passed})
+            tokenizer = load_tokenizer(
+                name, model, **{k: passed[k] for k in ("revision", "token") if k in passed}
+            )
     elif not isinstance(model, PagedGeneration):
         model = accelerate(model, **ours)
     elif ours:
@@ -113,7 +128,10 @@ def load_tokenizer(name: str, model: Any = None, **options: Any) -> Any:
 
     found = model.engine.tokenizer if model is not None else load_tokenizer(name)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=found.backend, clean_up_tokenization_spaces=False, name_or_path=name, **found.named_tokens
+        tokenizer_object=found.backend,
+        clean_up_tokenization_spaces=False,
+        name_or_path=name,
+        **found.named_tokens,
     )
     made.chat_template = found.templates if len(found.templates) > 1 else found.chat_template
     return made

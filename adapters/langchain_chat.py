@@ -10,7 +10,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, LLMResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -18,18 +18,17 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from paged_backend.adapters.engines import openai_logprobs, usage
 from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
 from paged_backend.adapters.langchain_messages import (
-    chunk_from,
     message_from,
-    spoil,
     to_dicts,
     usage_metadata,
 )
+from paged_backend.adapters.langchain_stream import ReplyChunks
 from paged_backend.adapters.langchain_structured import structured_runnable
 from pydantic import BaseModel
 
 from paged_backend.engine.async_engine import Engine
 from paged_backend.outputs import RequestOutput
-from paged_backend.tools import ChatCall, ReplyDelta, chat_prompt, prepare_chat, tool_format_for
+from paged_backend.tools import ChatCall, chat_prompt, prepare_chat, tool_format_for
 
 _CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template")
 _IGNORED = ("stream", "strict", "ls_structured_output_format", "structured_output_format")
@@ -131,7 +130,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
         engine, call = self._prepare(messages, stop, kwargs, stream=True)
         with translated_errors():
             handle = engine.submit(call.prompt, call.params)
-        reply = _Stream(call, kwargs.get("model") or self.model)
+        reply = ReplyChunks(call, kwargs.get("model") or self.model)
         for output in self._deltas(handle):
             for chunk in reply.chunks(output):
                 if run_manager is not None:
@@ -148,7 +147,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
         engine, call = self._prepare(messages, stop, kwargs, stream=True)
         with translated_errors():
             handle = engine.submit(call.prompt, call.params)
-        reply = _Stream(call, kwargs.get("model") or self.model)
+        reply = ReplyChunks(call, kwargs.get("model") or self.model)
         deltas = self._deltas_async(handle)
         try:
             async for output in deltas:
@@ -261,56 +260,3 @@ class ChatPaged(PagedOptions, BaseChatModel):
         """Put the context length into the profile; it is not known before the model is open."""
         if isinstance(self.profile, dict) and "max_input_tokens" not in self.profile:
             self.profile["max_input_tokens"] = self.profile["max_output_tokens"] = engine.max_model_len
-
-
-class _Stream:
-    """Turns the deltas of one request into LangChain's chunks."""
-
-    def __init__(self, call: ChatCall, model: str) -> None:
-        self._call = call
-        self._model = model
-        self._parser = call.parser()
-        self._tokens = 0
-        self._sent: dict[str, tuple[int, str]] = {}
-        self._ids: dict[int, str] = {}
-
-    def chunks(self, output: RequestOutput) -> Iterator[ChatGenerationChunk]:
-        completion = output.outputs[0]
-        self._tokens += len(completion.token_ids)
-        delta = ReplyDelta(completion.text) if self._parser is None else self._parser.push(completion.text)
-        logprobs = openai_logprobs(completion, self._call.params.logprobs)
-        if delta or logprobs:
-            yield self._chunk(delta, logprobs)
-        if not output.finished:
-            return
-        reason = completion.finish_reason
-        last = ReplyDelta()
-        spoiled: list[Any] = []
-        if self._parser is not None:
-            last = self._parser.finish(truncated=reason == "length")
-            self._note(last)
-            reason = self._parser.reply.finish_reason(reason)
-            spoiled = spoil(self._parser.reply.invalid, self._sent)
-        # strings of chunks are concatenated and counts are added up, so these stand in one chunk only
-        info = {"finish_reason": reason, "model_name": self._model, "model_provider": "paged_backend"}
-        message = chunk_from(
-            last,
-            spoiled,
-            response_metadata=info,
-            usage_metadata=usage_metadata(output, self._tokens),
-            chunk_position="last",
-        )
-        yield ChatGenerationChunk(message=message)
-
-    def _chunk(self, delta: ReplyDelta, logprobs: list[dict[str, Any]] | None) -> ChatGenerationChunk:
-        self._note(delta)
-        info = {"logprobs": {"content": logprobs}} if logprobs else None
-        message: AIMessageChunk = chunk_from(delta)
-        return ChatGenerationChunk(message=message, generation_info=info)
-
-    def _note(self, delta: ReplyDelta) -> None:
-        for call in delta.calls:
-            if call.id is not None:
-                self._ids[call.index] = call.id
-            name = self._ids[call.index]
-            self._sent[name] = (call.index, self._sent.get(name, (0, ""))[1] + call.arguments)

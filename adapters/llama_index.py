@@ -13,8 +13,6 @@ try:
         CompletionResponse,
         LLMMetadata,
         MessageRole,
-        TextBlock,
-        ToolCallBlock,
     )
 except ImportError as error:
     raise ImportError(
@@ -23,9 +21,6 @@ except ImportError as error:
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.llms.llm import ToolSelection
-from llama_index.core.llms.utils import parse_partial_json
-from llama_index.core.tools.types import BaseTool
 from paged_backend.adapters.engines import EngineUses, last_output, sampling_params
 from paged_backend.adapters.llama_index_messages import (
     ReplyStream,
@@ -35,6 +30,7 @@ from paged_backend.adapters.llama_index_messages import (
     to_dicts,
 )
 from paged_backend.adapters.llama_index_structured import StructuredPrediction
+from paged_backend.adapters.llama_index_tools import ToolCalling
 
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.stream import RequestHandle
@@ -46,7 +42,7 @@ from paged_backend.tools import ChatCall, prepare_chat
 _CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template")
 
 
-class PagedLLM(StructuredPrediction, FunctionCallingLLM):
+class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     """``PagedLLM(model="demo", max_tokens=128)``: nothing is loaded before it is needed.
 
     Weights, KV memory, prefix cache and batch are shared with everybody in the process who names the same model.
@@ -234,70 +230,6 @@ class PagedLLM(StructuredPrediction, FunctionCallingLLM):
                     yield self._completion_part(output, text, tokens)
 
         return stream()
-
-    # --- tools ----------------------------------------------------------------------------------------------
-
-    def _prepare_chat_with_tools(
-        self,
-        tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        verbose: bool = False,
-        allow_parallel_tool_calls: bool = False,
-        tool_required: bool = False,
-        tool_choice: str | dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        messages = list(chat_history or [])
-        if user_msg is not None:
-            messages.append(
-                ChatMessage(role=MessageRole.USER, content=user_msg)
-                if isinstance(user_msg, str)
-                else user_msg
-            )
-        offered = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-        prepared: dict[str, Any] = {"messages": messages, **kwargs}
-        if offered:
-            prepared["tools"] = offered
-            prepared["tool_choice"] = tool_choice or ("required" if tool_required else "auto")
-            prepared["parallel_tool_calls"] = allow_parallel_tool_calls
-        return prepared
-
-    def _validate_chat_with_tools_response(
-        self,
-        response: ChatResponse,
-        tools: Sequence[BaseTool],
-        allow_parallel_tool_calls: bool = False,
-        **kwargs: Any,
-    ) -> ChatResponse:
-        extra, message = response.message.additional_kwargs, response.message
-        if not allow_parallel_tool_calls and len(extra.get("tool_calls") or ()) > 1:
-            extra["tool_calls"] = extra["tool_calls"][:1]
-            calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)][:1]
-            message.blocks = [*(b for b in message.blocks if isinstance(b, TextBlock)), *calls]
-        return response
-
-    def get_tool_calls_from_response(
-        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
-    ) -> list[ToolSelection]:
-        """The calls of a response; of one that is still streaming, with the arguments there are so far."""
-        selections = []
-        for call in response.message.additional_kwargs.get("tool_calls") or ():
-            function = call["function"]
-            try:
-                arguments = parse_partial_json(function["arguments"]) if function["arguments"] else {}
-            except ValueError:
-                arguments = {}
-            selections.append(
-                ToolSelection(
-                    tool_id=call["id"],
-                    tool_name=function["name"],
-                    tool_kwargs=arguments if isinstance(arguments, dict) else {},
-                )
-            )
-        if not selections and error_on_no_tool_call:
-            raise ValueError(f"the model called no tool; it said: {response.message.content!r}")
-        return selections
 
 
 def _wait(handle: RequestHandle) -> RequestOutput:

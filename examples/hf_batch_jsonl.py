@@ -2,8 +2,8 @@
 
     python examples/hf_batch_jsonl.py prompts.jsonl results.jsonl [model]
 
-Each line of the input has "prompt" (text) or "messages" (a chat); the output repeats it and adds "output". Without arguments a
-small input is made, so that the script can be tried at once.
+Each line of the input has "prompt" (text) or "messages" (a chat); the output repeats it and adds "output".
+Without arguments a small input is made, so that the script can be tried at once.
 """
 
 import argparse
@@ -12,9 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from paged_backend.adapters.huggingface import pipeline
+from tqdm import tqdm
 
 
 def read(path: Path) -> Iterator[dict]:
@@ -46,10 +45,14 @@ def main() -> None:
     total = sum(1 for _ in read(source))
     inputs = (record.get("messages") or record["prompt"] for record in read(source))
     # a generator in, a generator out: any number of prompts in bounded memory, hundreds of them in the engine at once
-    results = generator(inputs, do_sample=False, max_new_tokens=options.max_new_tokens, return_full_text=False)
+    results = generator(
+        inputs, do_sample=False, max_new_tokens=options.max_new_tokens, return_full_text=False
+    )
     with target.open("w", encoding="utf-8") as out:
         for record, result in tqdm(zip(read(source), results), total=total, unit="prompt"):
-            out.write(json.dumps({**record, "output": result[0]["generated_text"]}, ensure_ascii=False) + "\n")
+            out.write(
+                json.dumps({**record, "output": result[0]["generated_text"]}, ensure_ascii=False) + "\n"
+            )
     print(f"{total} results in {target}")
 
 

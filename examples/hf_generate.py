@@ -1,6 +1,6 @@
 """Drop-in generate: one line differs from a script for transformers.
 
-    python examples/hf_generate.py [model]
+python examples/hf_generate.py [model]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Drop-in pipeline: the import differs, the calls and their results do not, and a list runs as one batch.
 
-    python examples/hf_pipeline.py [model]
+python examples/hf_pipeline.py [model]
 """
 
 import sys

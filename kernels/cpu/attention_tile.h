@@ -170,7 +170,8 @@ static void score_tile(const float *q, float (*score)[KEYS], const key_tile *t, 
 #undef CALL_BF16
 }
 
-static void value_tile(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d, int rows) {
+static void value_tile(float *out, float (*weight)[KEYS], const float *rescale, const key_tile *t, int64_t d,
+                       int rows) {
 #define CALL(n) value_rows(out, weight, rescale, t, d, n, 0)
 #define CALL_BF16(n) value_rows(out, weight, rescale, t, d, n, 1)
     if (t->bf16) ROW_CASES(CALL_BF16)

@@ -148,7 +148,8 @@ EXPORT void pb_rotary_and_cache(float *q, float *k, const float *v, const float 
                                 int64_t k_stride, int64_t v_stride, int64_t threads, int64_t bf16) {
     rotary_job job = {q, k, v, cos, sin, key_cache, value_cache, slots, tokens, heads,
                       kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16};
-    pb_parallel(rotary_item, &job, tokens, tokens * (heads + 4 * kv_heads) * d < 8 * FLOATS_PER_ITEM ? 1 : (int)threads);
+    int64_t work = tokens * (heads + 4 * kv_heads) * d;
+    pb_parallel(rotary_item, &job, tokens, work < 8 * FLOATS_PER_ITEM ? 1 : (int)threads);
 }
 
 /* Copy whole blocks of ``size`` bytes each; pairs are (source, destination). */

@@ -1,9 +1,9 @@
 """BeamGroup: the beams of one request, which advance together. Pure bookkeeping over log-probabilities.
 
-Each step every beam proposes its likeliest continuations. Once all have, the best of them become the next beams (their
-requests share KV by copy-on-write, see ``EngineCore``), those that end join the finished hypotheses, and the search stops
-when these cannot be beaten any more. Definitions, float32 arithmetic included, are those of transformers' ``generate``, so
-that the hypotheses agree with it token for token.
+Each step every beam proposes its likeliest continuations. Once all have, the best of them become the next
+beams (their requests share KV by copy-on-write, see ``EngineCore``), those that end join the finished
+hypotheses, and the search stops when these cannot be beaten any more. Definitions, float32 arithmetic
+included, are those of transformers' ``generate``, so that the hypotheses agree with it token for token.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BeamGroup:
         return len(self._beams)
 
     def propose(self, beam: int, proposal: Proposal) -> bool:
-        """Take one beam's proposal; True if it is the last one missing. Making it again, after preemption, changes nothing."""
+        """Take one beam's proposal; True if it was the last one missing. Making it again changes nothing."""
         if beam in self._proposals:
             return False
         self._proposals[beam] = proposal
@@ -98,10 +98,8 @@ class BeamGroup:
         self._finish(candidates, ends)
         length = len(candidates[0].token_ids)
         self._beams = [_Beam(beam.token_ids, score, beam.parents) for score, beam in running]
-        if options.early_stopping == "never" and options.length_penalty > 0:
-            reach = self.max_tokens
-        else:
-            reach = length
+        patient = options.early_stopping == "never" and options.length_penalty > 0
+        reach = self.max_tokens if patient else length
         best = running[0][0] / np.float32(reach**options.length_penalty)
         worst = min(np.float32(h.score) for h in self._hypotheses)
         if not any(best > (worst if h.finished else OUT) for h in self._hypotheses):

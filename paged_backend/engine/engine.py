@@ -325,7 +325,7 @@ class EngineCore:
         return False
 
     def _branch(self, request: Request, group: BeamGroup, now: float, updates: list[Update]) -> None:
-        """Move a group on. Comes after the step, when each of its beams is known to be computed as far as it was asked."""
+        """Move a group on. Comes after the step, when all that was computed of its beams is accounted for."""
         try:
             picks = group.advance()
         except Exception as error:  # from a stop criterion

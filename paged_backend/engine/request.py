@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 
 from paged_backend.cache.block_table import BlockTable
-from paged_backend.constrain.grammar import GrammarState
+from paged_backend.constrain.state import GrammarState
 from paged_backend.engine.beam_search import BeamGroup
 from paged_backend.outputs import RequestMetrics
 from paged_backend.sampling_params import SamplingParams
@@ -116,10 +116,8 @@ class Request:
 
     def stops(self, output_token_ids: Sequence[int]) -> bool:
         """Whether one of the request's own criteria ends it after these output tokens."""
-        criteria = self.params.stop_criteria
-        return bool(criteria) and any(
-            [stop(self.token_ids[: self.num_prompt_tokens], output_token_ids) for stop in criteria]
-        )
+        prompt = self.token_ids[: self.num_prompt_tokens] if self.params.stop_criteria else ()
+        return any(stop(prompt, output_token_ids) for stop in self.params.stop_criteria)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def fork(self, request: Request, index: int) -> Request:
-        """A request that shares all KV of ``request`` so far: sample ``index`` of n, or a beam; it takes one of its seats.
+        """A request that shares all KV of ``request`` so far, sample or beam ``index``; it takes one of its seats.
 
         A beam may have been preempted; the fork then waits like it.
         """

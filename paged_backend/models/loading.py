@@ -28,8 +28,8 @@ _HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "vocab*", "mer
 class LoadedModel:
     """A model ready to run. max_model_len: longest prompt + output it serves.
 
-    decoder: native, or a ``TransformersModel``. spec: as the weights really are (see ``fit``). tokenizer_source: the tokenizer asked for, or else that of
-    the checkpoint.
+    decoder: native, or a ``TransformersModel``. spec: as the weights really are (see ``fit``).
+    tokenizer_source: the tokenizer asked for, or else that of the checkpoint.
     """
 
     decoder: Any

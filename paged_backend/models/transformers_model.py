@@ -1,12 +1,13 @@
 """TransformersModel: any decoder of transformers over the paged cache, through the library's own attention interface.
 
-The module computes everything but attention. Its attention layers call a function registered with transformers, which writes
-keys and values into the pages of the flat batch and attends over them with our kernels; transformers' caches are not used.
+The module computes everything but attention. Its attention layers call a function registered with
+transformers, which writes keys and values into the pages of the flat batch and attends over them with our
+kernels; transformers' caches are not used.
 
-What a module does with its attention (heads, windows, other state) is not guessed from its config. It is observed in one
-forward pass, and then checked: two sequences in one flat batch, computed in chunks, must give the logits of the module's own
-attention. A model that keeps other state (a convolution, a recurrence), biases its scores or looks ahead fails that
-check and is refused.
+What a module does with its attention (heads, windows, other state) is not guessed from its config. It is
+observed in one forward pass, and then checked: two sequences in one flat batch, computed in chunks, must give
+the logits of the module's own attention. A model that keeps other state (a convolution, a recurrence), biases
+its scores or looks ahead fails that check and is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ from torch import Tensor, nn
 from paged_backend.errors import UnsupportedModelError
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
+from paged_backend.models.transformers_attention import NAME, is_causal_window, register
 from paged_backend.runner.batch import Batch, SequenceSlice
-
-NAME = "paged_backend"
-"""Our attention and mask functions in transformers' registries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class TransformersModel:
     """
 
     def __init__(self, module: Any, kernels: Kernels) -> None:
-        _register()
+        register()
         self.module = module.eval()
         self.kernels = kernels
         self._step: _Step | None = None
@@ -162,12 +161,18 @@ class TransformersModel:
             self._probing = False
         layers = list(self._layers.values())
         if not layers:
-            raise UnsupportedModelError(f"{self._name} has no attention that goes through transformers' interface")
+            raise UnsupportedModelError(
+                f"{self._name} has no attention that goes through transformers' interface"
+            )
         if len({layer.kv_heads for layer in layers}) > 1:
-            raise UnsupportedModelError(f"the layers of {self._name} differ in their number of key/value heads")
+            raise UnsupportedModelError(
+                f"the layers of {self._name} differ in their number of key/value heads"
+            )
         config = self.module.config.get_text_config()
         eos = config.eos_token_id
-        context = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 4096
+        context = (
+            getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 4096
+        )
         return DecoderSpec(
             architecture=self._name,
             vocab_size=output.logits.shape[-1],
@@ -199,7 +204,9 @@ class TransformersModel:
         if options.get("position_bias") is not None:
             raise UnsupportedModelError(f"{self._name} adds a position bias to its attention scores")
         if key.shape[2] != query.shape[2] or query.shape[0] != 1:
-            raise UnsupportedModelError(f"{self._name} attends to something else than the tokens of its input")
+            raise UnsupportedModelError(
+                f"{self._name} attends to something else than the tokens of its input"
+            )
         window = self._window(mask, options.get("sliding_window"))
         self._layers[id(part)] = _Layer(len(self._layers), key.shape[1], key.shape[3], value.shape[3], window)
 
@@ -212,7 +219,7 @@ class TransformersModel:
                 raise UnsupportedModelError(f"{self._name} masks its attention in a way of its own")
             return None
         window = local_size if local_size is None else int(local_size)
-        if not _is_causal_window(rule, window):
+        if not is_causal_window(rule, window):
             raise UnsupportedModelError(
                 f"{self._name} masks attention with something else than a causal or sliding window"
             )
@@ -225,12 +232,16 @@ class TransformersModel:
         caches = self.kernels.empty_cache(
             self.spec.num_layers, 8, self.spec.num_kv_heads, self.spec.head_dim, block_size
         )
-        tables = [torch.tensor([3, 1, 6], dtype=torch.int32).numpy(), torch.tensor([2, 7, 4], dtype=torch.int32).numpy()]
+        tables = [
+            torch.tensor([3, 1, 6], dtype=torch.int32).numpy(),
+            torch.tensor([2, 7, 4], dtype=torch.int32).numpy(),
+        ]
         got: list[list[Tensor]] = [[], []]
         for spans in (((0, 5), (0, total)), ((5, total), None)):
             work = [(i, span) for i, span in enumerate(spans) if span is not None]
             slices = [
-                SequenceSlice(ids[i, low:high].tolist(), low, tables[i], range(high - low)) for i, (low, high) in work
+                SequenceSlice(ids[i, low:high].tolist(), low, tables[i], range(high - low))
+                for i, (low, high) in work
             ]
             batch = Batch.build(slices, block_size)
             logits = self.forward(batch.input_ids, batch.positions, batch.attention, batch.logit_rows, caches)
@@ -253,52 +264,3 @@ def _flat_heads(x: Tensor, dim: int) -> Tensor:
     if flat.shape[2] < dim:
         return F.pad(flat, (0, dim - flat.shape[2]))
     return flat if flat.stride(2) == 1 and flat.stride(1) == dim else flat.contiguous()
-
-
-def _is_causal_window(rule: Any, window: int | None) -> bool:
-    """Whether a mask function of transformers is the causal mask, limited to ``window`` tokens if one is given."""
-    reach = window or 1000
-    queries = torch.tensor([0, 1, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 1, 5 * reach + 3])
-    try:
-        for query in queries:
-            for back in (-1, 0, 1, reach - 1, reach, reach + 1, 2 * reach):
-                key = query - back
-                if key < 0:
-                    continue
-                seen = bool(rule(torch.tensor(0), torch.tensor(0), query, key))
-                if seen != (back >= 0 and (window is None or back < window)):
-                    return False
-    except (IndexError, RuntimeError, TypeError, AttributeError):  # it looks positions up in some table
-        return False
-    return True
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; the module knows the model whose pages it writes to."""
-    model: TransformersModel = module._paged_model  # type: ignore[assignment]
-    return model.attend(module, query, key, value, attention_mask, scaling, softcap, s_aux, options), None
-
-
-def _mask(*, mask_function: Any, local_size: int | None = None, **options: Any) -> Tensor:
-    """No mask is needed; a stand-in carries the rule that a real one would follow to the attention function."""
-    stand_in = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    stand_in.paged_rule = (mask_function, local_size)  # type: ignore[attr-defined]
-    return stand_in
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)

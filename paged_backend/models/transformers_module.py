@@ -18,11 +18,13 @@ def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None)
     """The transformers module of a checkpoint; float32 weights stay views of its memory-mapped file.
 
     dtype: ``auto`` (float32), ``float32`` or ``bfloat16``, which is also the precision of its arithmetic.
-    config: a transformers config to use instead of the checkpoint's own. Raises UnsupportedModelError if transformers has no
-    such causal language model, ModelLoadError if the tensors do not fit it.
+    config: a transformers config to use instead of the checkpoint's own. Raises UnsupportedModelError if
+    transformers has no such causal language model, ModelLoadError if the tensors do not fit it.
     """
     if dtype not in _DTYPES:
-        raise UnsupportedModelError(f"{dtype} weights are for natively supported architectures; use {list(_DTYPES)}")
+        raise UnsupportedModelError(
+            f"{dtype} weights are for natively supported architectures; use {list(_DTYPES)}"
+        )
     model_class = module_class(checkpoint)
     if config is None:
         config = model_class.config_class.from_dict(dict(checkpoint.config))
@@ -50,7 +52,7 @@ def module_class(checkpoint: Checkpoint) -> Any:
     config = checkpoint.config
     if config.get("quantization_config"):
         raise UnsupportedModelError(f"{checkpoint.path} is quantized in a way that is not supported here")
-    named = (config.get("architectures") or [None])[0] or NAMES.get(config.get("model_type"))
+    named = (config.get("architectures") or [None])[0] or NAMES.get(config.get("model_type") or "")
     known = {name for entry in NAMES.values() for name in ([entry] if isinstance(entry, str) else entry)}
     if named not in known:
         raise UnsupportedModelError(
@@ -69,14 +71,18 @@ def share(module: nn.Module) -> Any:
 
     def clone(part: nn.Module) -> nn.Module:
         if hasattr(part, "_hf_hook"):
-            raise UnsupportedModelError("the module's weights are dispatched by accelerate hooks (device_map)")
+            raise UnsupportedModelError(
+                "the module's weights are dispatched by accelerate hooks (device_map)"
+            )
         twin = part.__class__.__new__(part.__class__)
         twin.__dict__.update(part.__dict__)
         twin._parameters, twin._buffers = dict(part._parameters), dict(part._buffers)
         if "config" in part.__dict__:
             config = part.__dict__["config"]
             twin.__dict__["config"] = configs.setdefault(id(config), copy.deepcopy(config))
-        twin._modules = {name: None if child is None else clone(child) for name, child in part._modules.items()}
+        twin._modules = {
+            name: None if child is None else clone(child) for name, child in part._modules.items()
+        }
         return twin
 
     return clone(module)

@@ -267,7 +267,7 @@ def _draw(values: Array, row: SampleRow) -> int:
 
 
 def _propose(raw: Array, row: SampleRow) -> Sampled:
-    """The likeliest continuations of a beam by log-probability; penalties and masks apply to that, as in transformers."""
+    """The likeliest continuations of a beam; penalties and masks apply to log-probabilities, as in transformers."""
     values = torch.log_softmax(torch.from_numpy(raw), -1).numpy()
     if _processed(row):
         values = _process(values, row)

@@ -1,6 +1,7 @@
 """Small random models of many architectures, each as transformers has it and as we load it from its folder.
 
-``pytest tests/differential -m 'slow or not slow' --architectures-table docs/architectures.md`` writes the table of architectures from the results.
+``pytest tests/differential -m 'slow or not slow' --architectures-table docs/architectures.md`` writes the
+table of architectures from the results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
 from paged_backend.adapters.huggingface import PagedModelForCausalLM
 
 VOCAB = 101
@@ -90,7 +90,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 def random_model(name: str, config: dict[str, Any]) -> Any:
     """Weights large enough to matter, norms and biases included, so that nothing wrong can hide."""
-    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(
+        transformers, f"{name}LMHeadModel"
+    )
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**config)).eval()
     with torch.no_grad():
@@ -137,7 +139,9 @@ def batch() -> Callable[..., dict[str, torch.Tensor]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--architectures-table", metavar="FILE", help="write the table of tested architectures there")
+    parser.addoption(
+        "--architectures-table", metavar="FILE", help="write the table of tested architectures there"
+    )
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -149,6 +153,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 rows.setdefault(value["class"], {})[value["claim"]] = value["result"] if passed else "FAILS"
 
 
+_CLAIMS = ("greedy", "penalties", "beams")
 _ROWS = pytest.StashKey[dict[str, dict[str, str]]]()
 
 
@@ -158,28 +163,27 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not target or not rows:
         return
     run = {name: row for name, row in rows.items() if row.get("greedy") != "refused"}
+    refused = ", ".join(sorted(name for name in rows if name not in run))
     lines = [
         "# Architectures",
         "",
         "Written by `pytest tests/differential -m 'slow or not slow' --architectures-table docs/architectures.md`",
-        "from the results of the tests,",
-        f"with transformers {transformers.__version__}. Each is a small random model, saved, loaded by the engine and compared with",
-        "`transformers.generate` token for token: a left-padded batch decoded greedily, the same with a repetition penalty and",
-        "no_repeat_ngram_size, and a beam search.",
+        f"from the results of the tests, with transformers {transformers.__version__}. Each is a small random model,",
+        "saved, loaded by the engine and compared with `transformers.generate` token for token: a left-padded",
+        "batch decoded greedily, the same with a repetition penalty and no_repeat_ngram_size, and a beam search.",
         "",
         "`native`: our own decoder over packed weights. `module`: the transformers module over paged attention.",
         "",
-        "| architecture | runs | greedy | penalties | beam search |",
-        "| --- | --- | --- | --- | --- |",
-        *(
-            f"| {row.get('class', name)} | {row.get('path', '')} | {row.get('greedy', '')} | {row.get('penalties', '')} | {row.get('beams', '')} |"
-            for name, row in sorted(run.items())
-        ),
+        "| architecture | runs | " + " | ".join(_CLAIMS) + " |",
+        "| --- | --- |" + " --- |" * len(_CLAIMS),
+    ]
+    for name, row in sorted(run.items()):
+        cells = [row.get("class", name), row.get("path", ""), *(row.get(claim, "") for claim in _CLAIMS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
         "",
-        f"{len(run)} architectures run. Refused with an error that says why, because they keep state outside of attention or",
-        "do not use transformers' attention interface: "
-        + ", ".join(sorted(name for name in rows if name not in run))
-        + ".",
+        f"{len(run)} architectures run. Refused with an error that says why, because they keep state outside of",
+        f"attention or do not use transformers' attention interface: {refused}.",
         "",
     ]
     path = Path(target)

@@ -22,7 +22,15 @@ BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 DEEPSEEK = {
     **EXPERTS,
@@ -80,18 +88,38 @@ RUNS: dict[str, dict[str, Any]] = {
     "GraniteMoeShared": {**BASE, "num_local_experts": 4, "shared_intermediate_size": 16},
     "Cohere": BASE,
     "Cohere2": {**BASE, **MIXED},
-    "GptOss": {**BASE, **MIXED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0}},
+    "GptOss": {
+        **BASE,
+        **MIXED,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "Glm": {**BASE, "head_dim": 8},
     "Glm4": {**BASE, "head_dim": 8},
-    "Glm4Moe": {**BASE, **EXPERTS, "head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "Glm4Moe": {
+        **BASE,
+        **EXPERTS,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Nemotron": BASE,
     "DeepseekV2": {**BASE, **DEEPSEEK, "head_dim": 4},
     "DeepseekV3": {**BASE, **DEEPSEEK},
     "SmolLM3": BASE,
     "Helium": {**BASE, "head_dim": 8},
     "Ernie4_5": BASE,
-    "Ernie4_5_Moe": {**BASE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    "Ernie4_5_Moe": {
+        **BASE,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 0,
+    },
     "HunYuanDenseV1": {**BASE, "head_dim": 8},
     "HunYuanMoEV1": {**BASE, "head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "Exaone4": {**BASE, **MIXED},
@@ -107,15 +135,34 @@ SOME = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) f
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, "position_ids"),
-    "Falcon": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "interface"),
+    "Falcon": (
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "interface",
+    ),
     "Bloom": ({"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "position_ids"),
-    "Mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, "position_ids"),
+    "Mpt": (
+        {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+        "position_ids",
+    ),
     "GPTNeo": (
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+        },
         "interface",
     ),
     "Llama4": (
-        {**BASE, **EXPERTS, "head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
+        {
+            **BASE,
+            **EXPERTS,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+        },
         "causal or sliding window",
     ),
     "Lfm2": ({**BASE, "layer_types": ["conv", "full_attention"]}, "state outside of attention"),
@@ -132,7 +179,9 @@ def claim(request: pytest.FixtureRequest) -> Any:
     """Tell the table what a passing test shows."""
 
     def tell(name: str, what: str, result: str = "equal") -> None:
-        request.node.user_properties.append(("architecture", {"class": name, "claim": what, "result": result}))
+        request.node.user_properties.append(
+            ("architecture", {"class": name, "claim": what, "result": result})
+        )
 
     return tell
 
@@ -175,9 +224,7 @@ def test_beam_search_equals_transformers(name: str, make_pair: Any, batch: Any, 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_paged_is_refused(
-    name: str, random_checkpoint: Any, claim: Any
-) -> None:
+def test_what_cannot_be_paged_is_refused(name: str, random_checkpoint: Any, claim: Any) -> None:
     config, why = REFUSED[name]
     claim(name, "greedy", "refused")
     with pytest.raises(UnsupportedModelError, match=why):

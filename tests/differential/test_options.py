@@ -1,4 +1,4 @@
-"""Every option of GenerationConfig that we claim, alone and in combination: the engine gives what ``generate`` gives."""
+"""Every option of GenerationConfig that we claim, alone and combined: the engine gives what ``generate`` gives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bad_words_ids": {"bad_words_ids": [[i] for i in range(20, 60)] + [[70, 71], [5, 6, 7]]},
     "sequence_bias": {"sequence_bias": [[[9], 3.0], [[10, 11], -5.0], [[44], 2.5]]},
     "suppress_tokens": {"suppress_tokens": list(range(30, 90))},
-    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, 95))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(95))},
     "forced_eos_token_id": {"forced_eos_token_id": 4},
     "forced_bos_token_id": {"forced_bos_token_id": 8},
     "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": list(range(40, 70))},
@@ -130,7 +130,9 @@ def test_a_generation_config_object(pair: Any, batch: Any) -> None:
 def test_the_models_generation_config_is_the_default(pair: Any, batch: Any) -> None:
     """Explicit over generation config over transformers' defaults; nothing that is said is lost."""
     for model in (pair.theirs, pair.ours):
-        model.generation_config.update(repetition_penalty=1.6, max_new_tokens=11, eos_token_id=[33, 34], pad_token_id=0)
+        model.generation_config.update(
+            repetition_penalty=1.6, max_new_tokens=11, eos_token_id=[33, 34], pad_token_id=0
+        )
     try:
         plain = pair.check(**batch(6, 9))
         other = pair.check(**batch(6, 9), repetition_penalty=1.0, max_new_tokens=5, eos_token_id=77)
@@ -182,7 +184,9 @@ def test_prefix_allowed_tokens_fn(beams: int, pair: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scores_and_logits_of_each_step(rows: int, pair: Any, batch: Any) -> None:
-    options = fill({"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "output_scores": True, "output_logits": True})
+    options = fill(
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "output_scores": True, "output_logits": True}
+    )
     inputs = batch(*(5, 8, 12)[:rows])
     expected = pair.theirs.generate(**inputs, **options, return_dict_in_generate=True)
     got = pair.run(**inputs, **options, return_dict_in_generate=True)
@@ -228,7 +232,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top_h": {"top_h": 0.4, "top_k": 0},
     "all of them": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
     "with a penalty": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.8},
-    "with processors": {"temperature": 0.8, "top_k": 20, "suppress_tokens": list(range(40)), "repetition_penalty": 1.2},
+    "with processors": {
+        "temperature": 0.8,
+        "top_k": 20,
+        "suppress_tokens": list(range(40)),
+        "repetition_penalty": 1.2,
+    },
 }
 
 
@@ -238,7 +247,9 @@ def test_samples_follow_transformers_distribution(name: str, make_pair: Any, bat
     inputs, count = batch(6), 600
     torch.manual_seed(1)
     options = {"do_sample": True, "pad_token_id": 0, "max_new_tokens": 1, **SAMPLING[name]}
-    scores = pair.theirs.generate(**inputs, **options, output_scores=True, return_dict_in_generate=True).scores[0]
+    scores = pair.theirs.generate(
+        **inputs, **options, output_scores=True, return_dict_in_generate=True
+    ).scores[0]
     expected = scores[0].softmax(-1)
     got = torch.zeros(VOCAB)
     for _ in range(3):

@@ -1,7 +1,8 @@
 """Worker for llama.cpp: slots over ``llama_decode``, refilled as they fall free. Model: a .gguf file.
 
 Written over the C functions that llama-cpp-python declares, because its Python class decodes one sequence at a time.
-Options: slots, batched_tokens, unified (one KV buffer for all slots, 1 or 0), flash (1 or 0), cache_tokens.
+Options: slots, batched_tokens, unified (one KV buffer for all slots, 1 or 0), flash (1 or 0), cache_tokens,
+repack (1 or 0: weights rearranged for the matrix unit at load).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ctypes
 
 from worker_protocol import run_steps, serve
+
+KNOWN = ("slots", "batched_tokens", "unified", "flash", "cache_tokens", "repack")
 
 
 class LlamaCpp:
@@ -26,9 +29,9 @@ class LlamaCpp:
         self._silent = llama_cpp.llama_log_callback(lambda *_: None)  # must outlive the library's use of it
         llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            request["model"].encode(), llama_cpp.llama_model_default_params()
-        )
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = str(options.pop("repack", "1")) == "1"
+        model = llama_cpp.llama_model_load_from_file(request["model"].encode(), loading)
         if not model:
             raise RuntimeError(f"llama.cpp cannot load {request['model']}")
         params = llama_cpp.llama_context_default_params()
@@ -40,9 +43,7 @@ class LlamaCpp:
         params.kv_unified = str(options.pop("unified", "1")) == "1"
         params.flash_attn_type = int(options.pop("flash", "1"))
         if options:
-            raise ValueError(
-                f"unknown options {sorted(options)}; known: slots, batched_tokens, unified, flash, cache_tokens"
-            )
+            raise ValueError(f"unknown options {sorted(options)}; known: {', '.join(KNOWN)}")
         self._ctx = llama_cpp.llama_init_from_model(model, params)
         if not self._ctx:
             raise RuntimeError("llama.cpp cannot create the context")

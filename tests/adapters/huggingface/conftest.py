@@ -1,4 +1,4 @@
-"""A tiny chat model with a real byte-level tokenizer, in a folder, as transformers has it and as the adapter makes it."""
+"""A tiny chat model with a byte-level tokenizer, in a folder, as transformers has it and as the adapter makes it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from paged_backend.adapters.huggingface import PagedModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -32,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(["the cat and the hat, once upon a time there was a story of it"] * 4, trainer)
+    backend.train_from_iterator(
+        ["the cat and the hat, once upon a time there was a story of it"] * 4, trainer
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=TEMPLATE
     )
@@ -70,9 +77,9 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.fixture
-def ours(folder: Path) -> Iterator[Any]:
+def ours(folder: Path) -> Any:
     """A fresh paged model, its module not loaded yet; tests share the engine behind it."""
-    yield PagedModelForCausalLM.from_pretrained(folder, kernels="reference")
+    return PagedModelForCausalLM.from_pretrained(folder, kernels="reference")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,7 +97,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, "paged_backend")
 
     def fallbacks() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "transformers' own implementation" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "transformers' own implementation" in r.getMessage()
+        ]
 
     return fallbacks
 

@@ -1,4 +1,4 @@
-"""What others build on transformers takes our objects unchanged: LangChain's and LlamaIndex's Hugging Face classes, PEFT."""
+"""What others build on transformers takes our objects unchanged: LangChain, LlamaIndex, PEFT."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from paged_backend.adapters.huggingface import pipeline
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
-def test_langchain_huggingface_pipeline(folder: Path, ours: Any, theirs: Any, tokenizer: Any, said: Any) -> None:
+def test_langchain_huggingface_pipeline(
+    folder: Path, ours: Any, theirs: Any, tokenizer: Any, said: Any
+) -> None:
     langchain = pytest.importorskip("langchain_huggingface")
     import transformers
 
@@ -74,7 +75,9 @@ def test_peft_adapters(folder: Path, ours: Any, theirs: Any, said: Any) -> None:
         torch.manual_seed(0)
         wrapped = peft.get_peft_model(model, config)
         adapted = wrapped.generate(torch.tensor([[5, 9, 44]]), **GREEDY, pad_token_id=0).tolist()
-        merged = wrapped.merge_and_unload().generate(torch.tensor([[5, 9, 44]]), **GREEDY, pad_token_id=0).tolist()
+        merged = (
+            wrapped.merge_and_unload().generate(torch.tensor([[5, 9, 44]]), **GREEDY, pad_token_id=0).tolist()
+        )
         results.append([adapted, merged])
     assert results[0] == results[1]
     assert len(said()) == 1, "adapters run on transformers; once merged, the engine has them"

@@ -1,4 +1,4 @@
-"""What generate does beside plain options: text that stops it, streams, hooks of the caller, and what it leaves alone."""
+"""generate beside plain options: text that stops it, streams, hooks of the caller, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -46,11 +46,20 @@ def test_stop_strings_are_kept_and_stop_where_transformers_stops(
         for length in (1, 2, 5):
             stop = text[start : start + length]
             if stop.isascii() and stop.strip():
-                same(theirs, ours, **inputs, **greedy(max_new_tokens=40), stop_strings=[stop, "zzz"], tokenizer=tokenizer)
+                same(
+                    theirs,
+                    ours,
+                    **inputs,
+                    **greedy(max_new_tokens=40),
+                    stop_strings=[stop, "zzz"],
+                    tokenizer=tokenizer,
+                )
     assert said() == []
 
 
-def test_a_stop_string_may_begin_in_the_prompt(theirs: Any, ours: Any, tokenizer: Any, encode: Any, said: Any) -> None:
+def test_a_stop_string_may_begin_in_the_prompt(
+    theirs: Any, ours: Any, tokenizer: Any, encode: Any, said: Any
+) -> None:
     inputs = encode("once")
     first = pieces(theirs, tokenizer, inputs, 1)
     ids = same(theirs, ours, **inputs, **greedy(), stop_strings="ce" + first, tokenizer=tokenizer)
@@ -63,7 +72,14 @@ def test_stop_strings_in_a_batch(theirs: Any, ours: Any, tokenizer: Any, encode:
     text = pieces(theirs, tokenizer, encode("the cat"))
     stops = [piece for piece in (text[3:5], text[6:7]) if piece.isascii()] or ["e"]
     same(theirs, ours, **inputs, **greedy(), stop_strings=stops, tokenizer=tokenizer)
-    same(theirs, ours, **inputs, **greedy(num_beams=2, max_new_tokens=10), stop_strings=stops, tokenizer=tokenizer)
+    same(
+        theirs,
+        ours,
+        **inputs,
+        **greedy(num_beams=2, max_new_tokens=10),
+        stop_strings=stops,
+        tokenizer=tokenizer,
+    )
     assert said() == []
 
 
@@ -111,7 +127,9 @@ def test_hooks_run_on_the_engine_for_one_row(theirs: Any, ours: Any, encode: Any
     assert ours._pending
 
 
-def test_hooks_see_the_whole_batch_or_transformers_runs_it(theirs: Any, ours: Any, encode: Any, said: Any) -> None:
+def test_hooks_see_the_whole_batch_or_transformers_runs_it(
+    theirs: Any, ours: Any, encode: Any, said: Any
+) -> None:
     inputs = encode("the cat", "a hat")
     same(theirs, ours, **inputs, **greedy(), logits_processor=LogitsProcessorList([Favour()]))
     assert len(said()) == 1
@@ -213,7 +231,9 @@ def test_a_streamer_is_ended_when_the_call_fails(ours: Any, encode: Any) -> None
 
     log = Log()
     with pytest.raises(Exception, match="mine"):
-        ours.generate(**encode("a"), **greedy(), streamer=log, logits_processor=LogitsProcessorList([Broken()]))
+        ours.generate(
+            **encode("a"), **greedy(), streamer=log, logits_processor=LogitsProcessorList([Broken()])
+        )
     assert log.ended == 1
 
 
@@ -347,5 +367,7 @@ def test_a_bad_prompt_in_generate_batch_fails_alone(ours: Any, tokenizer: Any) -
 
 def test_samples_in_generate_batch(ours: Any, tokenizer: Any) -> None:
     prompt = tokenizer("the cat")["input_ids"]
-    out = ours.generate_batch([prompt], do_sample=True, num_return_sequences=3, max_new_tokens=5, eos_token_id=[])
+    out = ours.generate_batch(
+        [prompt], do_sample=True, num_return_sequences=3, max_new_tokens=5, eos_token_id=[]
+    )
     assert list(out) == ["req_0", "req_0__child#0", "req_0__child#1"]

@@ -12,10 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from paged_backend.adapters.huggingface import PagedModelForCausalLM, accelerate
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from paged_backend import get_engine
-from paged_backend.adapters.huggingface import PagedModelForCausalLM, accelerate
 from paged_backend.errors import EngineClosedError, ModelLoadError, UnsupportedModelError
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -28,7 +35,9 @@ def ids(*tokens: int) -> torch.Tensor:
 def in_memory(folder: Path, **options: Any) -> tuple[Any, Any]:
     """(plain model, paged model) of the same weights."""
     options = {"kernels": "reference", "max_num_batched_tokens": 32, **options}
-    return AutoModelForCausalLM.from_pretrained(folder), accelerate(AutoModelForCausalLM.from_pretrained(folder), **options)
+    return AutoModelForCausalLM.from_pretrained(folder), accelerate(
+        AutoModelForCausalLM.from_pretrained(folder), **options
+    )
 
 
 # --- from a checkpoint ---------------------------------------------------------------------------------------------
@@ -135,7 +144,7 @@ def test_options_that_ask_for_what_is_so_anyway(folder: Path) -> None:
 
 
 def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="config.json"):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
         PagedModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(OSError, match="from_pretrained"):
         PagedModelForCausalLM()

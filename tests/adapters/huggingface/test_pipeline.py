@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from paged_backend.adapters.huggingface import PagedTextGenerationPipeline, pipeline
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, TextStreamer
-
-from paged_backend.adapters.huggingface import PagedTextGenerationPipeline, pipeline
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 CHAT = [{"role": "user", "content": "the cat?"}]
@@ -127,7 +126,9 @@ def test_streamer_and_sampling(paged: Any, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_ways_to_make_one(folder: Path, ours: Any, tokenizer: Any) -> None:
-    expected = transformers.pipeline("text-generation", model=ours, tokenizer=tokenizer, device="cpu")(TEXTS, **GREEDY)
+    expected = transformers.pipeline("text-generation", model=ours, tokenizer=tokenizer, device="cpu")(
+        TEXTS, **GREEDY
+    )
     model = AutoModelForCausalLM.from_pretrained(folder)
     made = [
         pipeline(model=ours),
