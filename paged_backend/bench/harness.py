@@ -63,20 +63,23 @@ def compare(
     """Run every contender ``settings.repeats`` times, in turn; label -> its runs in order.
 
     workload: the same for all, or by label. locate: the path of the model for a contender; what it raises fails the
-    contender. A contender that has failed is not run again. on_run: called after each run.
+    contender. A contender that has failed is not run again. on_run: called after each run. Ctrl-C ends it early.
     """
     results: dict[str, list[RunResult]] = {c.label: [] for c in contenders}
-    for turn in range(settings.repeats):
-        for contender in contenders:
-            runs = results[contender.label]
-            if runs and runs[-1].error is not None:
-                continue
-            load = workload if isinstance(workload, Workload) else workload[contender.label]
-            if contender.limit is not None:
-                load = load.first(contender.limit)
-            result = run_once(load, contender, locate, settings)
-            runs.append(result)
-            on_run(turn, result)
+    try:
+        for turn in range(settings.repeats):
+            for contender in contenders:
+                runs = results[contender.label]
+                if runs and runs[-1].error is not None:
+                    continue
+                load = workload if isinstance(workload, Workload) else workload[contender.label]
+                if contender.limit is not None:
+                    load = load.first(contender.limit)
+                result = run_once(load, contender, locate, settings)
+                runs.append(result)
+                on_run(turn, result)
+    except KeyboardInterrupt:
+        pass  # what has been measured is worth reporting; who has not run is named as such
     return results
 
 

@@ -200,6 +200,18 @@ def test_a_model_that_cannot_be_exported_fails_its_peer_only(fake):
     assert run_once(workloads.throughput(VOCAB, 2), fake("x"), locate, Settings()).error == "cannot be made"
 
 
+def test_ctrl_c_keeps_what_was_measured(fake):
+    def interrupt(turn, result):
+        raise KeyboardInterrupt
+
+    results = compare(
+        workloads.throughput(VOCAB, 2), [fake("a"), fake("b")], here, Settings(repeats=2), interrupt
+    )
+    rows, base = measures.rows(measures.THROUGHPUT, results, frozenset())
+    assert base == "a"
+    assert rows[1].error == "it was not run"
+
+
 def test_a_limited_peer_runs_the_first_requests_and_says_so(fake):
     work = workloads.throughput(VOCAB, 6)
     results = compare(work, [replace(fake("slow"), limit=2)], here, Settings(repeats=1))
