@@ -108,8 +108,8 @@ class Engine:
     ) -> RequestHandle:
         """Queue one prompt (text, token ids, or a dict with ``prompt`` or ``prompt_token_ids``).
 
-        resume_output_ids: {sample: its output in an earlier run with the same seed}. The samples go on as that run would
-        have, and give out only what is new; samples that are left out have ended. cache_salt: cached prefixes are
+        resume_output_ids: {sample: its output in an earlier run with the same seed}. The samples go on as that run
+        would have, and give out only what is new; samples that are left out have ended. cache_salt: cached prefixes are
         shared only between requests with equal salts.
 
         Raises :class:`RequestRejectedError` (``ValueError``) for a request that could never run; the engine is not
