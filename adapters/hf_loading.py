@@ -116,8 +116,7 @@ def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str
     """An engine of its own for a module in memory: natively with packed weights, or over the module's own."""
     from paged_backend.kernels.select import select_kernels
 
-    from paged_backend.models.loading import LoadedModel, build_model
-    from paged_backend.models.transformers_model import TransformersModel
+    from paged_backend.models.loading import build_model, module_model
     from paged_backend.models.transformers_module import share
 
     checkpoint = _in_memory(module, base)
@@ -135,12 +134,9 @@ def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str
                 f"{base.__name__} runs on the module's own weights as they are: leave out dtype and quantization"
             )
         twin = share(module)
-        for part in twin.modules():
-            if part.__class__ is type(module):
-                part.__class__ = base
-        model = TransformersModel(twin, kernels)
-        context = config.max_model_len or model.spec.max_position
-        loaded = LoadedModel(model, model.spec, checkpoint, "", context)
+        twin.__class__ = base
+        twin.__dict__.pop("_paged", None)
+        loaded = module_model(config, kernels, checkpoint, twin)
     return start_engine(config, kernels, loaded, None)
 
 

@@ -124,6 +124,10 @@ class PagedGeneration:
     def _beam_search(self, input_ids: Tensor, **options: Any) -> Any:
         return self._decode(BeamCall, super()._beam_search, input_ids, **options)  # type: ignore[misc]
 
+    def _assisted_decoding(self, *args: Any, **options: Any) -> Any:
+        self._plainly("assisted decoding")
+        return super()._assisted_decoding(*args, **options)  # type: ignore[misc]
+
     def _decode(
         self,
         kind: type[EngineCall],

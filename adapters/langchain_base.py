@@ -20,7 +20,6 @@ from paged_backend.errors import ContextOverflowError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 
-_MOST_THREADS = 256  # callers of one synchronous batch that wait at the same time
 _REMOTE_ONLY = ("api_key", "max_retries")
 CONFIG = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
 """For the models too: LangChain's own bases, which come later, would let any misspelt option pass."""
@@ -203,16 +202,6 @@ class PagedOptions(BaseModel):
             for name, count in ((output or {}).get("token_usage") or {}).items():
                 total[name] = total.get(name, 0) + count
         return {"token_usage": total, "model_name": self.model} if total else {}
-
-
-def wide(config: Any, count: int) -> Any:
-    """The config of a batch with as many threads as it has inputs, unless it names a limit of its own."""
-    if isinstance(config, Sequence):
-        return [wide(item, count) for item in config]
-    config = dict(config or {})
-    if config.get("max_concurrency") is None:
-        config["max_concurrency"] = min(max(count, 1), _MOST_THREADS)
-    return config
 
 
 class Deadline:

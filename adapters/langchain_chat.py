@@ -16,7 +16,16 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from paged_backend.adapters.engines import openai_logprobs, usage
-from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
+from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors
+from paged_backend.adapters.langchain_batch import (
+    as_completed,
+    seat,
+    submit,
+    threads,
+    together,
+    unlimited,
+    wide,
+)
 from paged_backend.adapters.langchain_messages import (
     message_from,
     to_dicts,
@@ -80,7 +89,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
     ) -> ChatResult:
         engine, call = self._prepare(messages, stop, kwargs)
         with translated_errors():
-            handle = engine.submit(call.prompt, call.params)
+            handle = submit(engine, call.prompt, call.params)
         return self._result(call, self._await([handle])[0], kwargs)
 
     async def _agenerate(
@@ -129,7 +138,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         engine, call = self._prepare(messages, stop, kwargs, stream=True)
         with translated_errors():
-            handle = engine.submit(call.prompt, call.params)
+            handle = submit(engine, call.prompt, call.params)
         reply = ReplyChunks(call, kwargs.get("model") or self.model)
         for output in self._deltas(handle):
             for chunk in reply.chunks(output):
@@ -167,9 +176,10 @@ class ChatPaged(PagedOptions, BaseChatModel):
         run_id = kwargs.pop("run_id", None)
 
         def one(position: int, conversation: list[BaseMessage]) -> LLMResult:
-            return base([conversation], *args, **kwargs, run_id=run_id if position == 0 else None)
+            with seat():
+                return base([conversation], *args, **kwargs, run_id=run_id if position == 0 else None)
 
-        with ThreadPoolExecutor(wide(None, len(messages))["max_concurrency"]) as pool:
+        with together(len(messages)), ThreadPoolExecutor(threads(len(messages))) as pool:
             contexts = [contextvars.copy_context() for _ in messages]
             work = [pool.submit(c.run, one, i, m) for i, (c, m) in enumerate(zip(contexts, messages))]
             results = [future.result() for future in work]
@@ -180,12 +190,17 @@ class ChatPaged(PagedOptions, BaseChatModel):
         )
 
     def batch(self, inputs: list[LanguageModelInput], config: Any = None, **kwargs: Any) -> list[AIMessage]:
-        return super().batch(inputs, wide(config, len(inputs)), **kwargs)
+        with together(len(inputs) if unlimited(config) else 1):
+            return super().batch(inputs, wide(config, len(inputs)), **kwargs)
 
     def batch_as_completed(
         self, inputs: Sequence[LanguageModelInput], config: Any = None, **kwargs: Any
     ) -> Any:
-        return super().batch_as_completed(inputs, wide(config, len(inputs)), **kwargs)
+        yield from as_completed(super().batch_as_completed, inputs, config, kwargs)
+
+    def invoke(self, input: LanguageModelInput, config: Any = None, **kwargs: Any) -> AIMessage:
+        with seat():
+            return super().invoke(input, config, **kwargs)
 
     # --- tools and structured output ------------------------------------------------------------------------
 

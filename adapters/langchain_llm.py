@@ -10,7 +10,8 @@ from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from paged_backend.adapters.engines import openai_logprobs, usage
-from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors, wide
+from paged_backend.adapters.langchain_base import CONFIG, PagedOptions, translated_errors
+from paged_backend.adapters.langchain_batch import as_completed, seat, submit
 
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import RequestOutput
@@ -36,6 +37,8 @@ class PagedLLM(PagedOptions, BaseLLM):
         params = self._params(stop, kwargs)
         engine = self._engine(kwargs)
         with translated_errors():
+            if len(prompts) == 1:
+                return params, [submit(engine, prompts[0], params)]
             return params, engine.submit_many(prompts, [params] * len(prompts))
 
     def _generate(
@@ -117,7 +120,11 @@ class PagedLLM(PagedOptions, BaseLLM):
     def batch_as_completed(
         self, inputs: Sequence[LanguageModelInput], config: Any = None, **kwargs: Any
     ) -> Any:
-        return super().batch_as_completed(inputs, wide(config, len(inputs)), **kwargs)
+        yield from as_completed(super().batch_as_completed, inputs, config, kwargs)
+
+    def invoke(self, input: LanguageModelInput, config: Any = None, **kwargs: Any) -> str:
+        with seat():
+            return super().invoke(input, config, **kwargs)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._ls_params("llm", stop, kwargs)

@@ -76,14 +76,20 @@ def build_model(
 def _through_transformers(
     config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, refusal: UnsupportedModelError
 ) -> LoadedModel:
-    from paged_backend.models.transformers_model import TransformersModel
     from paged_backend.models.transformers_module import load_module
 
     try:
         module = load_module(checkpoint, config.quantization or config.dtype)
-        model = TransformersModel(module, kernels)
+        return module_model(config, kernels, checkpoint, module)
     except UnsupportedModelError as second:
         raise UnsupportedModelError(f"{refusal}; nor does it run through transformers: {second}") from second
+
+
+def module_model(config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, module: Any) -> LoadedModel:
+    """A transformers module as a model to serve; it is taken over. Raises UnsupportedModelError."""
+    from paged_backend.models.transformers_model import TransformersModel
+
+    model = TransformersModel(module, kernels)
     return _loaded(config, model, checkpoint, _context(config, model.spec, checkpoint))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,9 +124,17 @@ async def open_serving(serving: Serving) -> None:
 
 
 def _load_tokenizer(source: str) -> Any:
+    from paged_backend.errors import RequestRejectedError
     from paged_backend.tokenizer import load_tokenizer
 
-    return load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
+    with contextlib.suppress(
+        RequestRejectedError
+    ):  # a model without a chat template, or with an exacting one
+        tokenizer.encode_chat(
+            [{"role": "user", "content": "warm up"}]
+        )  # loads Jinja, which would stall a stream later
+    return tokenizer
 
 
 def _local_engine(config: EngineConfig) -> Any:

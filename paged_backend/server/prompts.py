@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,13 +22,13 @@ async def encode(serving: Serving, text: str, add_special_tokens: bool) -> list[
     if len(text) < LONG_TEXT:
         ids: list[int] = serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
-    return await asyncio.to_thread(serving.tokenizer.encode, text, add_special_tokens)
+    return await serving.aside(serving.tokenizer.encode, text, add_special_tokens)
 
 
 async def chat_prompt(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
     """Token ids of ``body``'s messages (a ``Templating`` or ``TokenizeRequest``) by the model's chat template."""
     long = sum(len(str(message.get("content", ""))) for message in body.messages) >= LONG_TEXT
-    made = await asyncio.to_thread(_render, serving, body, tools) if long else _render(serving, body, tools)
+    made = await serving.aside(_render, serving, body, tools) if long else _render(serving, body, tools)
     ids: list[int] = made["prompt_token_ids"]
     return await encode(serving, made["prompt"], True) if body.add_special_tokens else ids
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -14,6 +17,8 @@ from paged_backend.server.config import ServerConfig
 from paged_backend.server.errors import ApiError
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.supervisor import Supervisor
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -27,7 +32,13 @@ class Serving:
     metrics: Metrics
     tokenizer: Any = None
     draining: bool = False
+    lanes: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "paged_backend-text"))
+    """For long texts. Two threads and no more: each keeps the memory that its largest text has taken."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` in a thread, so that the streams go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self.lanes, function, *args)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -423,3 +423,40 @@ def test_every_kind_of_message_has_its_place(engine, chat):
 def test_content_that_is_not_text_is_refused(chat):
     with pytest.raises(ModelInvalidRequestError, match="text only"):
         chat.invoke([HumanMessage([{"type": "image", "base64": "aGk=", "mime_type": "image/png"}])])
+
+
+def test_a_batch_with_cache_hits_repeats_and_refusals_ends(engine):
+    """Calls that never reach the engine must not keep the others waiting."""
+    model = ChatPaged(model="s", engine=engine, temperature=0, cache=InMemoryCache())
+    model.invoke("a")
+    bad = [HumanMessage([{"type": "image_url", "image_url": "x"}])]
+    found = model.batch(["a", "b", bad, "x " * 30000, "c"], return_exceptions=True)
+    assert [getattr(item, "content", None) for item in found] == [
+        "You said: a",
+        "You said: b",
+        None,
+        None,
+        "You said: c",
+    ]
+    assert isinstance(found[3], ContextOverflowError)
+    with pytest.raises(ModelInvalidRequestError):
+        model.batch(["a", "b", bad])
+
+
+def test_what_a_consumer_asks_between_results_is_not_of_the_batch(chat, llm):
+    for model, wrap in ((chat, str), (llm, raw)):
+        texts = {}
+        for index, item in model.batch_as_completed([wrap(f"q{i}") for i in range(5)]):
+            texts[index] = getattr(item, "content", item)
+            again = model.invoke(wrap("between"))
+            assert getattr(again, "content", again) == "You said: between"
+        assert texts == {i: f"You said: q{i}" for i in range(5)}
+        for _ in model.batch_as_completed([wrap("q1"), wrap("q2")]):
+            break
+
+
+def test_the_whole_batch_is_in_the_first_step(engine, chat):
+    sizes = []
+    engine._core.runner.before_run = lambda works: sizes.append(len(works))
+    chat.batch([f"q{i}" for i in range(16)])
+    assert max(sizes[:2]) == 16

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from paged_backend.adapters.huggingface import accelerate
 
 from paged_backend import get_engine
 from paged_backend.errors import UnsupportedModelError
@@ -131,7 +133,37 @@ RUNS: dict[str, dict[str, Any]] = {
 """Class name without ForCausalLM -> fields of its config."""
 
 ALWAYS = ("Llama", "Gemma2", "GPT2", "OPT", "Mixtral", "Olmo3", "GptOss", "DeepseekV3")
-SOME = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+RARE = (
+    "Apertus",
+    "Arcee",
+    "DeepseekV2",
+    "Ernie4_5",
+    "Exaone4",
+    "FlexOlmo",
+    "GPTBigCode",
+    "Glm",
+    "Glm4Moe",
+    "GraniteMoe",
+    "GraniteMoeShared",
+    "Helium",
+    "HunYuanDenseV1",
+    "HunYuanMoEV1",
+    "JetMoe",
+    "Ministral",
+    "Olmo",
+    "Persimmon",
+    "Phimoe",
+    "SeedOss",
+    "SmolLM3",
+)
+
+
+def slow(names: Any) -> list[Any]:
+    """All architectures, those in ``names`` marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in names else name for name in RUNS]
+
+
+MOST, SOME = slow(RARE), slow([name for name in RUNS if name not in ALWAYS])
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, "position_ids"),
@@ -186,7 +218,7 @@ def claim(request: pytest.FixtureRequest) -> Any:
     return tell
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", MOST)
 def test_greedy_batch_equals_transformers(name: str, make_pair: Any, batch: Any, claim: Any) -> None:
     pair = make_pair(name, RUNS[name])
     claim(name, "greedy")
@@ -221,6 +253,17 @@ def test_beam_search_equals_transformers(name: str, make_pair: Any, batch: Any, 
         eos_token_id=5,
         pad_token_id=0,
     )
+
+
+@pytest.mark.parametrize("weights", ["pack", "share"])
+@pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPT2", "Mixtral"])
+def test_accelerate_equals_transformers(name: str, weights: str, make_pair: Any, batch: Any) -> None:
+    pair = make_pair(name, RUNS[name])
+    paged = accelerate(copy.deepcopy(pair.theirs), weights=weights, kernels="reference")
+    native = type(paged.engine._core.runner.model).__name__ == "Decoder"
+    assert native == (pair.native and weights == "pack")
+    options = {**batch(4, 9), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    assert paged.generate(**options).tolist() == pair.theirs.generate(**options).tolist()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Two minutes of everything at once, against a server in a process of its own; and every body schemathesis thinks of."""
+"""Two minutes of everything at once, against a server process of its own; and all bodies schemathesis thinks of."""
 
 from __future__ import annotations
 

@@ -283,7 +283,9 @@ def test_embeddings_caches_positions_and_right_padding_fall_back(
     assert len(said()) == 4
 
 
-def test_assisted_and_custom_decoding_are_transformers_own(theirs: Any, ours: Any, encode: Any) -> None:
+def test_assisted_and_custom_decoding_are_transformers_own(
+    theirs: Any, ours: Any, encode: Any, said: Any
+) -> None:
     inputs = encode("the cat")
     same(theirs, ours, **inputs, **greedy(), assistant_model=theirs)
 
@@ -291,6 +293,8 @@ def test_assisted_and_custom_decoding_are_transformers_own(theirs: Any, ours: An
         return input_ids + 1
 
     same(theirs, ours, **inputs, **greedy(), custom_generate=loop)
+    same(theirs, ours, **inputs, **greedy(prompt_lookup_num_tokens=2))
+    assert len(said()) == 3
 
 
 def test_a_model_in_training_mode_falls_back(ours: Any, encode: Any, said: Any) -> None:

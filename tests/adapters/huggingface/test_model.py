@@ -143,6 +143,11 @@ def test_options_that_ask_for_what_is_so_anyway(folder: Path) -> None:
     assert model.generate(ids(), **GREEDY).shape == (1, 17)
 
 
+def test_a_subfolder(folder: Path, ours: Any) -> None:
+    model = PagedModelForCausalLM.from_pretrained(folder.parent, subfolder=folder.name, kernels="reference")
+    assert model.generate(ids(), **GREEDY).tolist() == ours.generate(ids(), **GREEDY).tolist()
+
+
 def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         PagedModelForCausalLM.from_pretrained(tmp_path)
@@ -161,6 +166,13 @@ def test_accelerate_changes_no_token(weights: str, folder: Path) -> None:
     options = {**GREEDY, "num_beams": 3, "repetition_penalty": 1.3}
     assert paged.generate(ids(), **options).tolist() == plain.generate(ids(), **options).tolist()
     torch.testing.assert_close(paged(ids()).logits, plain(ids()).logits)
+
+
+def test_bfloat16_weights_may_be_shared(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    paged = accelerate(model, weights="share", kernels="reference")
+    assert paged.generate(ids(), **GREEDY).shape[1] > 5
+    assert paged.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_sharing_holds_the_weights_once(folder: Path) -> None:
