@@ -2,8 +2,8 @@
 
     python examples/hf_batch_jsonl.py prompts.jsonl results.jsonl [model]
 
-Each line of the input has "prompt" (text) or "messages" (a chat); the output repeats it and adds "output".
-Without arguments a small input is made, so that the script can be tried at once.
+Every line of the input has "prompt" (text), or every line has "messages" (a chat); the output repeats the line
+and adds "output". Without arguments a small input is made, so that the script can be tried at once.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class ChatTemplate:
                 if isinstance(message.get("content"), (list, tuple)):
                     message["content"] = _flatten(message["content"])
         final = _mark_final(chat[-1]) if continue_final_message else ""
-        schemas = None if tools is None else [plain_data(_schema(tool)) for tool in tools]
+        schemas = None if tools is None else [plain_data(tool_schema(tool)) for tool in tools]
         text = self._run(chat, schemas, add_generation_prompt, variables)
         return _cut_at_mark(text, final) if continue_final_message else text
 
@@ -181,7 +181,8 @@ def _cut_at_mark(text: str, final: str) -> str:
     return head if text.startswith(_MARK, position) else head.rstrip()
 
 
-def _schema(tool: Any) -> Any:
+def tool_schema(tool: Any) -> Any:
+    """A tool's JSON schema: itself, or that of a documented function. Raises ``RequestRejectedError``."""
     if callable(tool) and not isinstance(tool, type) and not hasattr(tool, "model_dump"):
         from transformers.utils import get_json_schema
 

@@ -13,6 +13,8 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import BatchError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tools.formats import tool_format_for
+from paged_backend.tools.prompt import chat_prompt
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -69,22 +71,27 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat
-        template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(
+        """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat template.
+
+        tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it. Calls
+        stand in the outputs' text: ``paged_backend.tools.parse_reply`` reads them.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if single else list(messages)
+        tool_format = tool_format_for(self.tokenizer, chat_template)
+        prompts: list[Prompt] = [
+            chat_prompt(
+                self.tokenizer,
                 conversation,
-                tools=tools,
+                tools,
+                tool_format,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            # the template has written the special tokens itself: encoding must not add another begin-of-sequence
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _gather(self, handles: list[RequestHandle], use_tqdm: bool) -> list[RequestOutput]:

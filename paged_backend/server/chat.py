@@ -54,6 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", code="invalid_value")
     answer = await unless_gone(serving, request, _open(serving, body))
+    request.state.job = answer.job  # for the log
     if body.stream:
         return EventStream(serving, answer.job, answer.events())
     with answer.job:

@@ -36,6 +36,7 @@ async def create_completion(request: Request) -> Response:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
     answer = await unless_gone(serving, request, _open(serving, body))
+    request.state.job = answer.job  # for the log
     if body.stream:
         return EventStream(serving, answer.job, answer.events())
     with answer.job:

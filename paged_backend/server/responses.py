@@ -38,6 +38,7 @@ async def create_response(request: Request) -> Response:
         if getattr(body, name) is not None:
             raise _bad(name, "is not supported by this route", "unsupported_parameter")
     answer = await unless_gone(serving, request, _open(serving, body))
+    request.state.job = answer.job  # for the log
     if body.stream:
         return EventStream(
             serving,

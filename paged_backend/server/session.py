@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class EngineSession:
         self.engine = engine
         self._send = send
         self._open: dict[int, _Open] = {}
+        self._lock = threading.Lock()
+        self._at_door: dict[int, bool] = {}
+        """Requests whose grammar is being compiled, and whether they were aborted meanwhile."""
+        self._door = ThreadPoolExecutor(1, "paged_backend-grammars")
         self._changed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_news, name="paged_backend-sender", daemon=True)
         self._sender.start()
@@ -62,8 +67,16 @@ class EngineSession:
         """Act on one message. Nothing that a request asks for raises here."""
         kind = message["t"]
         if kind == "submit":
-            self._submit(message)
+            if message["params"].get("structured_outputs") is None:
+                self._submit(message)
+            else:  # compiling a grammar can take seconds, and nobody else has to wait for it
+                self._at_door[message["id"]] = False
+                self._door.submit(self._submit, message)
         elif kind == "abort":
+            with self._lock:
+                if message["id"] in self._at_door:
+                    self._at_door[message["id"]] = True
+                    return
             opened = self._open.pop(message["id"], None)
             if opened is not None:
                 opened.handle.abort()
@@ -73,7 +86,8 @@ class EngineSession:
             raise ValueError(f"unknown message {kind!r}")
 
     def close(self) -> None:
-        """End the sender thread; the engine is its owner's."""
+        """End the threads; the engine is its owner's."""
+        self._door.shutdown(cancel_futures=True)
         self._changed.put(None)
         self._sender.join()
 
@@ -89,10 +103,16 @@ class EngineSession:
                 cache_salt=message.get("salt"),
             )
         except Exception as error:
+            with self._lock:
+                self._at_door.pop(number, None)
             self._send({"t": "refused", "id": number, "kind": _kind(error), "message": str(error)})
             return
+        with self._lock:
+            if self._at_door.pop(number, False):
+                handle.abort()
+                return
+            self._open[number] = _Open(handle)
         self._send({"t": "accepted", "id": number})
-        self._open[number] = _Open(handle)
         handle.listen(lambda: self._changed.put(number))
         self._changed.put(number)  # for what came before the listener was there
 

@@ -55,7 +55,7 @@ def prepare_chat(
     choice = _choice(tool_choice, bool(tools))
     schema, free_json = _response(response_format)
     offered = list(tools or ()) if choice != "none" else []
-    tool_format = tool_format_for(tokenizer)
+    tool_format = tool_format_for(tokenizer, template_options.get("chat_template"))
     prompt = chat_prompt(tokenizer, messages, offered, tool_format, **template_options)
     outputs = params.structured_outputs
     if outputs is not None and response_format is not None and (schema is not None or free_json):

@@ -36,14 +36,17 @@ LLAMA3 = ToolFormat("llama3", "<|python_tag|>", arguments_key="parameters", bare
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]")
 
 
-def tool_format_for(tokenizer: Any) -> ToolFormat:
-    """The format of a tokenizer's chat template.
+def tool_format_for(tokenizer: Any, chat_template: str | None = None) -> ToolFormat:
+    """The format of a tokenizer's chat template, or of ``chat_template``, a template or the name of one of its own.
 
     Known by the markers the template writes. A template that knows of no tools, or marks calls in a way not known here,
     gets Hermes' convention and has the tools explained to it.
     """
     templates = getattr(tokenizer, "templates", {}) or {}
-    text = templates.get("tool_use") or templates.get("default") or ""
+    if chat_template is not None:
+        text = templates.get(chat_template, chat_template)
+    else:
+        text = templates.get("tool_use") or templates.get("default") or ""
     if not re.search(r"\btools\b", text):
         return replace(HERMES, native=False)
     if "[TOOL_CALLS]" in text:

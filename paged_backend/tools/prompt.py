@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_backend.chat_template import plain_data, tool_schema
 from paged_backend.tools.formats import ToolFormat
 
 _INTRODUCTION = """You can call functions to do what you are asked. These are the functions, as JSON schemas:
@@ -64,7 +65,8 @@ def _spelled_out(
         else:
             chat.append({**message, "content": message.get("content") or ""})
     if tools:
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        schemas = [plain_data(tool_schema(tool)) for tool in tools]
+        listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
         introduction = _INTRODUCTION.format(tools=listed)
         if chat and chat[0].get("role") in ("system", "developer"):
             chat[0] = {**chat[0], "content": f"{_text(chat[0]['content'])}\n\n{introduction}"}

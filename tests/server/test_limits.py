@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 
 import httpx2 as httpx
@@ -10,6 +12,7 @@ import pytest
 
 from paged_backend.server.auth import ApiKeys, collect_keys
 from paged_backend.server.config import ServerConfig
+from paged_backend.server.gate import LogFormat
 
 HELLO = [{"role": "user", "content": "hi"}]
 LONG = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
@@ -204,3 +207,47 @@ def test_health_metrics_and_stats(server):
 def test_options_out_of_range_are_named(options, match):
     with pytest.raises(ValueError, match=match):
         ServerConfig(**options)
+
+
+def test_logs_say_what_was_done_and_not_what_was_said(start, caplog):
+    body = {"prompt": "a secret prompt", "max_tokens": 3}
+    caplog.set_level("INFO", "paged_backend.server")
+    for log_prompts in (False, True):
+        caplog.clear()
+        with start(log_prompts=log_prompts) as server:
+            server.post("/v1/completions", body)
+        lines = [LogFormat(as_json=True).format(record) for record in caplog.records]
+        fields = next(line for line in map(json.loads, lines) if line.get("route") == "/v1/completions")
+        assert fields["status"] == 200
+        assert fields["output_tokens"] == 3
+        assert len(fields["request_id"]) == 32
+        assert ("a secret prompt" in str(lines)) == log_prompts
+        text = [LogFormat(as_json=False).format(record) for record in caplog.records]
+        assert any("POST /v1/completions 200" in line and "output_tokens=3" in line for line in text)
+
+
+def test_one_slow_grammar_holds_up_nobody(start, until):
+    pytest.importorskip("llguidance")
+    form = {"structured_outputs": {"regex": "a+"}, "prompt": "a", "max_tokens": 3}
+    with start() as server:
+        session = server.serving.supervisor.link._session
+        compile_, go = session.engine.grammars.compile, threading.Event()
+
+        def slow(wanted):
+            go.wait(60)
+            return compile_(wanted)
+
+        session.engine.grammars.compile = slow
+        first = threading.Thread(target=lambda: server.post("/v1/completions", form))
+        first.start()
+        until(lambda: session._at_door)
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+        data = json.dumps(form)
+        with socket.create_connection(("127.0.0.1", server.port)) as gone:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            gone.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
+            until(lambda: len(session._at_door) == 2)
+        until(lambda: sorted(session._at_door.values()) == [False, True])
+        go.set()
+        first.join(60)
+        until(lambda: server.idle and not session._at_door)

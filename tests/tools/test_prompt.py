@@ -80,3 +80,21 @@ def test_a_template_with_tools_gets_them(tool_format):
         assert text.count(made) == 4
     else:
         assert text.count("call_1") == 4
+
+
+def test_functions_are_tools_and_a_template_of_the_caller_s_own_decides_the_format():
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: a number
+        """
+        return a
+
+    tokenizer = fake(CHATML)
+    hello = [{"role": "user", "content": "hello"}]
+    assert '"name": "add"' in chat_prompt(tokenizer, hello, [add], tool_format_for(tokenizer))["prompt"]
+    native = "{{ tools }}<tool_call>"
+    assert tool_format_for(tokenizer, native) == HERMES
+    assert tool_format_for(tokenizer, "default").native is False
+    assert "'add'" in chat_prompt(tokenizer, hello, [add], HERMES, chat_template=native)["prompt"]

@@ -30,7 +30,7 @@ def test_pipeline() -> None:
 
 def test_batch_over_a_jsonl_file(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"prompt": "The capital of France is", "id": 1}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    lines = [{"prompt": "The capital of France is", "id": 1}, {"prompt": "1, 2, 3,", "id": 2}]
     source.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     run(str(EXAMPLES / "hf_batch_jsonl.py"), str(source), str(target), "demo", "--max-new-tokens", "6")
     results = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
