@@ -13,6 +13,7 @@ from typing import Any
 from paged_backend.server.auth import ApiKeys
 from paged_backend.server.errors import ApiError, ClientGoneError, as_api_error
 from paged_backend.server.serving import Serving
+from paged_backend.server.ticket import Job
 
 logger = logging.getLogger("paged_backend.server")
 OPEN_ROUTES = ("/health",)
@@ -140,8 +141,26 @@ class _Passage:
             extra={"fields": {
                 "event": "request", "method": self._scope["method"], "route": route, "status": self._status,
                 "request_id": self._id, "seconds": round(time.monotonic() - self._begun, 4),
+                **self._about_job(),
             }},
         )  # fmt: skip
+
+    def _about_job(self) -> dict[str, Any]:
+        job: Job | None = self._scope.get("state", {}).get("job")
+        if job is None:
+            return {}
+        fields: dict[str, Any] = {
+            "prompt_tokens": job.prompt_tokens,
+            "cached_tokens": job.cached_tokens,
+            "output_tokens": job.output_tokens,
+        }
+        first = job.tickets[0]
+        if first.first_token is not None:
+            fields["first_token_seconds"] = round(first.first_token - first.arrival, 4)
+        if self._serving.config.log_prompts:
+            decode = self._serving.tokenizer.decode
+            fields["prompts"] = [decode(ticket.prompt_token_ids, False) for ticket in job.tickets]
+        return fields
 
 
 class LogFormat(logging.Formatter):

@@ -23,6 +23,8 @@ def start(model, quiet_env):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=quiet_env,
+            # a test run started in the background by a shell ignores SIGINT, and its children would inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
