@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("langchain_core")
 pytest.importorskip("llguidance")
+pytest.importorskip("pytest_asyncio")
 
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool

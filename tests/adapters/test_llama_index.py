@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("llama_index.core")
 pytest.importorskip("llguidance")
+pytest.importorskip("pytest_asyncio")
 
 from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
 from llama_index.core.base.llms.types import (
