@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -26,6 +27,9 @@ from paged_backend.server.metrics import Metrics
 from paged_backend.server.serving import Serving
 from paged_backend.server.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from paged_backend.engine.async_engine import Engine
+
 _BODIES = (
     schema.ChatRequest,
     schema.CompletionRequest,
@@ -39,18 +43,22 @@ def create_app(
     engine_config: EngineConfig,
     config: ServerConfig | None = None,
     *,
+    engine: Engine | None = None,
     link: Link | None = None,
     drop: Callable[[Any], None] = lambda client: None,
     on_failed: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one model; its engine lives as long as the application's lifespan.
 
-    link: where the engine runs; by default as ``config`` says. drop: closes the connection of a client, given its
+    engine: one that is open already, to be served from this process and closed with the application. link: where the
+    engine runs otherwise; by default as ``config`` says. drop: closes the connection of a client, given its
     address. on_failed: called when the engine is gone for good. :func:`open_serving` may be called before the lifespan
     begins; the supervisor is then closed by the caller.
     """
     config = config or ServerConfig()
-    if link is None:
+    if engine is not None:
+        link = LocalLink(lambda: engine)
+    elif link is None:
         link = (
             LocalLink(lambda: _local_engine(engine_config))
             if config.in_process
@@ -67,6 +75,7 @@ def create_app(
         on_failed=on_failed,
     )
     serving = Serving(config, engine_config, client, supervisor, metrics)
+    serving.tokenizer = engine.tokenizer if engine is not None else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -111,23 +120,26 @@ def create_app(
 async def open_serving(serving: Serving) -> None:
     """Load the tokenizer and start the engine. Raises what kept the model from being served."""
     config = serving.engine_config
-    loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config.tokenizer or config.model))
+    given, source = serving.tokenizer, config.tokenizer or config.model
+    loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, source if given is None else given))
     try:
         await serving.supervisor.start()
         serving.tokenizer = await loading
         wanted = serving.config.chat_template
         if wanted is not None:
+            serving.tokenizer = copy.copy(serving.tokenizer)  # an engine's own goes on as it was
             serving.tokenizer.templates = {"default": serving.tokenizer.templates.get(wanted, wanted)}
     except BaseException:
         loading.cancel()
         raise
 
 
-def _load_tokenizer(source: str) -> Any:
+def _load_tokenizer(source: Any) -> Any:
+    """The tokenizer at ``source``, or ``source`` if it is one, ready to be used without delay."""
     from paged_backend.errors import RequestRejectedError
     from paged_backend.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(source) if isinstance(source, str) else source
     with contextlib.suppress(
         RequestRejectedError
     ):  # a model without a chat template, or with an exacting one

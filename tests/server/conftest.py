@@ -64,9 +64,7 @@ def tiny_model(tmp_path_factory) -> str:
 class RunningServer:
     """An application behind uvicorn in a thread of this process."""
 
-    def __init__(
-        self, engine_options: dict[str, Any], server_options: dict[str, Any], link: Any = None
-    ) -> None:
+    def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], **given: Any) -> None:
         from paged_backend.config import EngineConfig
         from paged_backend.server.app import create_app
         from paged_backend.server.config import ServerConfig
@@ -76,11 +74,7 @@ class RunningServer:
         connections = Connections()
         self.failed = threading.Event()
         app = create_app(
-            EngineConfig(**engine_options),
-            config,
-            link=link,
-            drop=connections.drop,
-            on_failed=self.failed.set,
+            EngineConfig(**engine_options), config, drop=connections.drop, on_failed=self.failed.set, **given
         )
         self.serving = app.state.serving
         self.server = DrainingServer(uvicorn_config(app, config, connections), self.serving)
@@ -137,10 +131,10 @@ def start(tiny_model):
 
     @contextlib.contextmanager
     def begin(
-        engine: dict[str, Any] | None = None, link: Any = None, **server: Any
+        options: dict[str, Any] | None = None, opened: Any = None, **server: Any
     ) -> Iterator[RunningServer]:
-        engine_options = {"model": tiny_model, "threads": 1, **(engine or {})}
-        running = RunningServer(engine_options, {"in_process": True, **server}, link)
+        engine_options = {"model": tiny_model, "threads": 1, **(options or {})}
+        running = RunningServer(engine_options, {"in_process": True, **server}, engine=opened)
         try:
             yield running
         finally:
