@@ -153,7 +153,7 @@ class EngineCall:
             return processors, {}  # what is recorded is what has gone through all of them
         rest, fields = split_warpers(processors)
         if not self._has_holes(index):
-            rest, penalty = split_penalty(rest)
+            rest, penalty = split_penalty(rest, self.input_ids.shape[1] - len(self._prompt(index)))
             fields.update(penalty)
         return rest, fields
 

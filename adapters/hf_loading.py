@@ -92,6 +92,9 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
         )
     if weights not in ("pack", "share"):
         raise ValueError(f"weights must be 'pack' or 'share', got {weights!r}")
+    if any(type(part).__module__.split(".")[0] == "peft" for part in model.modules()):
+        # they can be switched on and off without a trace in the weights
+        raise ValueError("the model has PEFT adapters in it: merge them first, with merge_and_unload()")
     places = {parameter.device.type for parameter in model.parameters()}
     if places != {"cpu"}:
         raise ValueError(

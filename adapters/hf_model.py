@@ -69,8 +69,7 @@ class PagedGeneration:
         warmup: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Continue each list of token ids -> ``{"req_0": GenerationOutput, ...}`` as transformers' method of
-        this name.
+        """Continue each list of token ids -> ``{"req_0": GenerationOutput, ...}``, as in transformers.
 
         kwargs: fields of the generation config. A prompt that cannot run has its message in ``error``; the
         others go on. With ``num_return_sequences`` n the further samples are ``req_0__child#0``, ...
@@ -143,6 +142,7 @@ class PagedGeneration:
         paged_cache: tuple[Any, ...] | None = None,
         **model_kwargs: Any,
     ) -> Any:
+        @torch.no_grad()
         def fall_back(reason: str) -> Any:
             self._plainly(reason)
             if paged_cache is not None:

@@ -77,7 +77,9 @@ class PreparedProcessors(lp.LogitsProcessorList):
     @property
     def custom(self) -> list[Any]:
         """Those that a row cannot run by itself."""
-        return [processor for processor in self if type(processor) not in ROW_PROCESSORS]
+        given = self._arguments["logits_processor"] or ()
+        whole = [p for p in given if getattr(getattr(p, "prompt_ignore_length", None), "ndim", 0)]
+        return [*(processor for processor in self if type(processor) not in ROW_PROCESSORS), *whole]
 
     def for_row(self, row: int, copies: int) -> list[Any]:
         """The processors of row ``row`` of the expanded batch, in which each prompt stands ``copies`` times."""
@@ -122,9 +124,15 @@ def split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]
     return rest, fields
 
 
-def split_penalty(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """As :func:`split_warpers` for a repetition penalty that stands alone: the engine has that one too."""
+def split_penalty(processors: Sequence[Any], padding: int) -> tuple[list[Any], dict[str, Any]]:
+    """As :func:`split_warpers` for a repetition penalty that stands alone: the engine has that one too.
+
+    padding: tokens before the prompt in the row; the engine's penalty never sees them, so it must leave out just these.
+    """
     if len(processors) != 1 or type(processors[0]) is not lp.RepetitionPenaltyLogitsProcessor:
+        return list(processors), {}
+    left_out = getattr(processors[0], "prompt_ignore_length", None)
+    if int(0 if left_out is None else left_out) != padding:
         return list(processors), {}
     return [], {"repetition_penalty": float(processors[0].penalty)}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paged_backend.adapters.huggingface import pipeline
+from paged_backend.adapters.huggingface import accelerate, pipeline
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
@@ -80,4 +80,6 @@ def test_peft_adapters(folder: Path, ours: Any, theirs: Any, said: Any) -> None:
         )
         results.append([adapted, merged])
     assert results[0] == results[1]
+    with pytest.raises(ValueError, match="merge"):
+        accelerate(peft.get_peft_model(copy.deepcopy(theirs), config).base_model.model)
     assert len(said()) == 1, "adapters run on transformers; once merged, the engine has them"

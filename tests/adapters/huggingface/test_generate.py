@@ -140,9 +140,16 @@ def test_transformers_own_processors_given_by_hand_run_on_the_engine(
     theirs: Any, ours: Any, encode: Any, said: Any
 ) -> None:
     inputs = encode("the cat", "a hat")
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.6)])
-    same(theirs, ours, **inputs, **greedy(), logits_processor=processors)
+    length = inputs["input_ids"].shape[1]
+    for ignored in (None, 1, length):
+        processors = LogitsProcessorList(
+            [RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=ignored)]
+        )
+        same(theirs, ours, **inputs, **greedy(), logits_processor=processors)
     assert said() == []
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.6, torch.tensor([1, length]))])
+    same(theirs, ours, **inputs, **greedy(), logits_processor=processors)
+    assert len(said()) == 1
 
 
 def test_a_criterion_may_read_the_scores(theirs: Any, ours: Any, encode: Any, said: Any) -> None:
