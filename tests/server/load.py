@@ -44,7 +44,7 @@ BAD = [
 
 @dataclass
 class Seen:
-    """gaps: seconds between two chunks of one stream. statuses: answers by kind of request and HTTP status."""
+    """gaps: seconds between two chunks with tokens of one stream. statuses: answers by kind of request and HTTP status."""
 
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -93,6 +93,7 @@ class Load:
             "temperature": 0.8,
             "stream": True,
             "ignore_eos": True,
+            "return_token_ids": True,  # a chunk for each step, also where a token completes no character
         }
         return json.dumps({"messages": [{"role": "user", "content": text}], **options, **extra}).encode()
 
@@ -129,17 +130,17 @@ class Load:
             line = await asyncio.wait_for(reader.readline(), 300)
             if not line:
                 break
-            if line.startswith(b'data: {"id"') and b'"content"' in line and b'"role"' not in line:
+            if line.startswith(b'data: {"id"') and b'"token_ids":[' in line:
                 now = time.monotonic()
                 (self.seen.first if last is None else self.seen.gaps).append(
                     now - (begun if last is None else last)
                 )
                 last, count = now, count + 1
+                self.seen.tokens += line[line.index(b'"token_ids":[') :].split(b"]")[0].count(b",") + 1
             elif line.startswith(b"data: [DONE]"):
                 done = True
             elif line.startswith(b'data: {"error"'):
                 self.seen.broken.append(line.decode())
-        self.seen.tokens += count
         self.seen.statuses[kind, status] += 1
         if kind == "stream" and status == 200 and not done:
             self.seen.broken.append(f"a stream ended after {count} tokens")
