@@ -4,7 +4,9 @@
 
 #include "linear.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && PB_AVX512
+/* Machines with a matrix unit also have the byte products and byte permutations that the integer kernels use. */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && PB_AVX512 && \
+    defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define PB_AMX 1
 int pb_amx_usable(void);
 void pb_linear_amx(const linear_job *linear);

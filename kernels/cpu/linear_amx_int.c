@@ -3,7 +3,7 @@
  * The 14 bits of an activation are two 7-bit halves, so two products of int8 tiles give the exact result.
  * int4 panels are expanded to int8, a few steps at a time, in the first-level cache.
  */
-#include "linear_int.h"
+#include "linear_int4_expand.h"
 
 #if PB_AMX
 #include "threads.h"
@@ -12,7 +12,6 @@ enum {
     TILE_ROWS = 16,
     TILE_BYTES = 1024,
     PARTS = 2,
-    LOW_BITS = ACTIVATION_BITS / 2,
     BLOCK_TILES = 4,                    /* row tiles of one item */
     BLOCK_STEPS = 10,                   /* steps whose weights stay in the first-level cache: 30 KB */
     B_STEP_BYTES = INT_STEP * NR,
@@ -83,31 +82,13 @@ static void multiply(const char *a, const char *b, int64_t steps, int32_t *sums,
     EACH_SUM(STORE)
 }
 
-/* Steps or offsets of 16 outputs, each twice. */
-INLINE __m512i twice(const char *p) {
-    __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_or_si512(v, _mm512_slli_epi32(v, 16));
-}
-
-/* int4 groups -> int8 panel. The int8 number is the high byte of q * step + offset: low nibbles make the even
- * bytes, high ones the odd bytes. */
+/* int4 groups -> int8 panel. */
 static void expand(char *out, const char *groups, int64_t count) {
-    const __m512i nibble = _mm512_set1_epi16(15), high_byte = _mm512_set1_epi16((int16_t)0xff00);
-    _Static_assert(INT4_SHIFT == 8, "an int8 number is a whole byte");
     for (int64_t g = 0; g < count; g++, groups += INT4_GROUP_BYTES, out += GROUP * NR)
         for (int v = 0; v < NV; v++) {
-            __m512i step = twice(groups + v * 32), offset = twice(groups + NR * 2 + v * 32);
-            const char *from = groups + GROUP_PARAMETERS + v * 32;
-            char *to = out + v * 64;
-            for (int quad = 0; quad < GROUP / 4; quad++, from += NR * 2, to += NR * 4) {
-                __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
-                _mm_prefetch(from + 4 * INT4_GROUP_BYTES, _MM_HINT_T0);
-                __m512i even = _mm512_and_si512(both, nibble), odd = _mm512_srli_epi16(both, 4);
-                even = _mm512_add_epi16(_mm512_mullo_epi16(even, step), offset);
-                odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, step), offset);
-                even = _mm512_srli_epi16(even, 8);
-                _mm512_store_si512(to, _mm512_ternarylogic_epi32(even, odd, high_byte, 0xf8)); /* even | odd & high_byte */
-            }
+            int4_column column = int4_load_column(groups, v);
+            for (int quad = 0; quad < GROUP / UNIT; quad++)
+                _mm512_store_si512(out + (quad * NV + v) * 64, int4_expand(&column, groups, v, quad));
         }
 }
 
@@ -136,21 +117,18 @@ static void amx_int_item(const void *context, int64_t item) {
                      t == 0 && !job->int4 ? 2 * B_STEP_BYTES : 0);
     }
     _tile_release();
-    const float *scales = int_scales(l->weights, l->n, l->k, job->int4) + panel * NR;
     for (int64_t r = 0; r < rows; r++) {
-        const int32_t *low = sums + (r / TILE_ROWS * PARTS * TILE_ROWS + r % TILE_ROWS) * NR, *high = low + TILE_ROWS * NR;
-        vf acc[NV];
-        for (int v = 0; v < NV; v++) {
-            vf sum = vfma(__builtin_convertvector(viload(high + v * W), vf), vset1(1 << LOW_BITS),
-                          __builtin_convertvector(viload(low + v * W), vf));
-            acc[v] = sum * (vload(scales + v * W) * job->scales[first * TILE_ROWS + r]);
-        }
-        store_row(l->out + (first * TILE_ROWS + r) * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL,
-                  l->n - panel * NR);
+        const int32_t *low = sums + (r / TILE_ROWS * PARTS * TILE_ROWS + r % TILE_ROWS) * NR;
+        int64_t row = first * TILE_ROWS + r;
+        store_int_row(l, job->int4, panel, row, low, low + TILE_ROWS * NR, job->scales[row]);
     }
 }
 
 void pb_linear_int(const linear_job *linear, int int4) {
+    if (linear->m <= (int4 ? FEW_ROWS : FEW_ROWS / 2)) { /* from there on the matrix unit is as fast */
+        pb_linear_int_few(linear, int4);
+        return;
+    }
     int64_t tiles = ceil_div(linear->m, TILE_ROWS), steps = ceil_div(linear->k, INT_STEP);
     amx_int_job job = {*linear, pb_thread_memory(CALLER_MEMORY, tiles * (steps * A_STEP_BYTES + TILE_ROWS * 4)), NULL, steps, int4};
     job.scales = (float *)(job.split + tiles * steps * A_STEP_BYTES);

@@ -20,6 +20,8 @@ enum {
     GROUP = 32,
     UNIT = PB_AMX ? 4 : 2,  /* consecutive k of one output that are multiplied together */
     ACTIVATION_BITS = 14,
+    LOW_BITS = ACTIVATION_BITS / 2,                    /* an activation is high * 128 + low where bytes are multiplied */
+    FEW_ROWS = 4,                                      /* the most that linear_few.c takes */
     ACTIVATION_MAX = (1 << (ACTIVATION_BITS - 1)) - 1,
     INT4_SHIFT = 8,
     GROUP_PARAMETERS = NR * 4,                         /* bytes of steps and offsets */
@@ -78,6 +80,20 @@ INLINE vi vround(vf x) {
     return as_vi(x + magic) - as_vi(magic);
 }
 
+/* Write row ``row`` of a panel: its sums over the low and the high halves of the activations, scaled. */
+INLINE void store_int_row(const linear_job *l, int int4, int64_t panel, int64_t row, const int32_t *low,
+                          const int32_t *high, float scale) {
+    const float *scales = int_scales(l->weights, l->n, l->k, int4) + panel * NR;
+    vf acc[NV];
+    for (int v = 0; v < NV; v++) {
+        vf sum = vfma(__builtin_convertvector(viload(high + v * W), vf), vset1(1 << LOW_BITS),
+                      __builtin_convertvector(viload(low + v * W), vf));
+        acc[v] = sum * (vload(scales + v * W) * scale);
+    }
+    store_row(l->out + row * l->n + panel * NR, acc, l->bias ? l->bias + panel * NR : NULL, l->n - panel * NR);
+}
+
 void pb_linear_int(const linear_job *linear, int int4);
+void pb_linear_int_few(const linear_job *linear, int int4); /* m <= FEW_ROWS, panels in the matrix unit's layout */
 
 #endif
