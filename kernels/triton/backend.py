@@ -1,0 +1,200 @@
+"""TritonKernels: the contract on a GPU, or on CPU tensors in Triton's interpreter (for tests).
+
+Activations have one dtype, ``dtype``; norms, rotations, softmax and sums are taken in float32. Dense matrix
+products are torch's (cuBLAS): it is the only part whose order of summation may depend on the number of rows of
+the batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.triton import quantize
+from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
+from torch import Tensor
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DenseLinear(PackedLinear):
+    """weight [N, K] and bias [N] or None, in the backend's dtype and on its device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
+class IntLinear(PackedLinear):
+    """int8 or int4 weights (see ``quantize``) and bias float32 [N] or None."""
+
+    def __init__(self, weights: quantize.IntWeights, bias: Tensor | None) -> None:
+        self.weights, self.bias = weights, bias
+        self.out_features, self.in_features = weights.numbers.shape[0], weights.in_features
+
+    def nbytes(self) -> int:
+        return self.weights.nbytes() + (self.bias.nbytes if self.bias is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedInputs(AttentionInputs):
+    """AttentionInputs whose sizes the host knows, so that planning reads nothing back from the device.
+
+    most_queries, longest: at least the largest number of queries and the largest context length of a sequence. They
+    bound the work that is launched, and nothing of the result depends on them.
+    """
+
+    most_queries: int
+    longest: int
+
+
+class TritonKernels(Kernels):
+    """device: ``cuda`` (an index may follow), or ``cpu`` with TRITON_INTERPRET=1. dtype: of activations and weights.
+
+    Raises RuntimeError naming the fix where these kernels cannot run.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        self.device = torch.device(device)
+        if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                "Triton kernels run on a GPU: use device='cuda', or kernels='auto' on the CPU "
+                "(for tests only, TRITON_INTERPRET=1 interprets them there)"
+            )
+        self.dtype = _DTYPES[dtype]
+        self._launch = Launcher.for_device(self.device)
+
+    # --- linears -------------------------------------------------------------------------------------------------
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+    ) -> DenseLinear | IntLinear:
+        """dtype: ``auto`` and the backend's own dtype store that; ``int8`` and ``int4`` as in ``quantize``."""
+        own = str(self.dtype).removeprefix("torch.")
+        if dtype not in ("auto", own, "int8", "int4"):
+            raise ValueError(
+                f"dtype must be auto, int8, int4 or {own}, the dtype of these kernels' activations; got {dtype!r}"
+            )
+        if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
+            raise ValueError("pack_linear needs matrices [N_i, K] that share K")
+        bias = None
+        if biases is not None and any(b is not None for b in biases):
+            bias = torch.cat(
+                [
+                    torch.zeros(w.shape[0]) if b is None else b.to("cpu", torch.float32)
+                    for w, b in zip(weights, biases)
+                ]
+            ).to(self.device)
+        if dtype in ("int8", "int4"):
+            pack = quantize.quantize_int8 if dtype == "int8" else quantize.quantize_int4
+            parts = [pack(w.detach().to(self.device)) for w in weights]
+            return IntLinear(quantize.join(parts), bias)
+        # cat copies even a single matrix: a view of a memory-mapped file would die with the file
+        weight = torch.cat([w.detach().to(self.device, self.dtype) for w in weights])
+        return DenseLinear(weight, bias.to(self.dtype) if bias is not None else None)
+
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        if x.shape[-1] != weight.in_features:
+            raise ValueError(f"x has {x.shape[-1]} features, the weights take {weight.in_features}")
+        if isinstance(weight, DenseLinear):
+            return F.linear(x, weight.weight, weight.bias)
+        if isinstance(weight, IntLinear):
+            return self._launch.int_matmul(x.contiguous(), weight.weights, weight.bias)
+        raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
+
+    def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
+        """Rows as [T, K] in the backend's dtype. An id outside the table raises IndexError on the CPU only."""
+        if isinstance(table, DenseLinear):
+            return table.weight[ids]
+        if isinstance(table, IntLinear):
+            return quantize.dequantize(table.weights, ids).to(self.dtype)
+        raise TypeError(f"weights were packed by another backend ({type(table).__name__}); pack them here")
+
+    # --- norms, activations, rotation ----------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._launch.rms_norm(x.contiguous(), None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not residual.is_contiguous():
+            raise ValueError("the residual is changed in place and must be contiguous")
+        return self._launch.rms_norm(x.contiguous(), residual, weight, eps)
+
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        if activation not in ("silu", "gelu", "gelu_tanh"):
+            raise ValueError(f"activation must be silu, gelu or gelu_tanh, got {activation!r}")
+        return self._launch.act_and_mul(x.contiguous(), activation)
+
+    def rotary_and_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        self._launch.rotary_and_cache(q, k, v, cos.contiguous(), sin.contiguous(), cache, slot_mapping)
+
+    # --- attention and its memory --------------------------------------------------------------------------------
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        """Sizes of the launches. Inputs that are no :class:`SizedInputs` are read back from the device for it."""
+        if isinstance(inputs, SizedInputs):
+            return AttentionPlan(inputs, inputs.most_queries, inputs.longest)
+        queries = inputs.query_start_loc.diff()
+        most = int(queries.max()) if len(queries) else 0
+        return AttentionPlan(inputs, most, int(inputs.seq_lens.max()) if most else 0)
+
+    def paged_attention(
+        self,
+        plan: AttentionPlan,
+        q: Tensor,
+        cache: LayerCache,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._launch.attention(plan, q, cache, scale, window, softcap, sinks)
+
+    def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
+        """All pairs of all layers in one launch; no block may be both a source and a destination."""
+        if pairs:
+            self._launch.copy_blocks(caches, pairs)
+
+    def empty_cache(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[LayerCache]:
+        """KV cache on the device, allocated whole; see ``runner.device.memory`` for one that grows."""
+        with self.device:
+            return super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
+
+    # --- beyond the contract: what only a device runner asks for --------------------------------------------------
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor
+    ) -> Tensor:
+        """One token id per row of logits float32 [R, V], int64 [R]; -1 for a row that is not finite.
+
+        See ``sampling.sample`` for the arguments, each of length R and on the device.
+        """
+        return self._launch.sample(logits, temperature, top_k, top_p, min_p, noise)

@@ -1,0 +1,205 @@
+"""Launcher: grids and compile-time constants of every kernel, from tensors; the only caller of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.triton import activation as activation_kernels
+from paged_backend.kernels.triton import attention as attention_kernels
+from paged_backend.kernels.triton import attention_merge, copy_blocks, int_matmul, norm, rotary, sampling
+from paged_backend.kernels.triton.quantize import IntWeights
+from paged_backend.kernels.triton.tiles import SEGMENT, attention_tiles, matmul_tiles, pow2, short_rows
+from torch import Tensor
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_COLUMNS = 16384  # of a row that a program of rms_norm can hold
+_COPY_WORDS = 1024
+_SAMPLE_TOKENS = 2048
+_ACTIVATION_COLUMNS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """most_queries, longest: bounds of the queries and of the context of a sequence in this step."""
+
+    inputs: AttentionInputs
+    most_queries: int
+    longest: int
+
+
+class Launcher:
+    """Launches kernels.
+
+    interpreted: Triton's interpreter runs them. capability: see ``tiles``. processors: of the device, to size
+    grids by.
+    """
+
+    def __init__(self, interpreted: bool, capability: int, processors: int) -> None:
+        self.interpreted, self.capability, self.processors = interpreted, capability, processors
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Launcher:
+        """What suits ``device``; on a CPU, the interpreter."""
+        if device.type == "cpu":
+            return cls(True, 90, 4)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(False, 10 * major + minor if torch.version.hip is None else 0, processors)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3
+    ) -> None:
+        """Run ``kernel`` once for each index of ``grid``; the one place where that happens."""
+        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
+
+    def _wide(self, dtype: torch.dtype) -> Any:
+        """The dtype that products of ``dtype`` are taken in. The interpreter knows bfloat16 as bits only."""
+        return tl.float32 if self.interpreted else _TYPES[dtype]
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        d = x.shape[-1]
+        if d > _COLUMNS:
+            raise ValueError(f"rms_norm takes rows of at most {_COLUMNS} elements, got {d}")
+        out = torch.empty_like(x)
+        rows, block = x.numel() // d, pow2(d)
+        if rows:
+            self.launch(norm.rms_norm, (rows,), 
+                x, x if residual is None else residual, weight, out, d, eps, residual is not None, block,
+                num_warps=min(max(block // 512, 1), 8),
+            )  # fmt: skip
+        return out
+
+    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        rows, d = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(rows, d)
+        block = min(pow2(d), _ACTIVATION_COLUMNS)
+        if rows:
+            grid = (rows, triton.cdiv(d, block))
+            self.launch(activation_kernels.act_and_mul, grid, x, out, d, activation, block, num_warps=4)
+        return out
+
+    def rotary_and_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slots: Tensor
+    ) -> None:
+        tokens, heads, d = q.shape
+        groups, half = k.shape[1], cos.shape[1]
+        at_once = min(pow2(max(heads, groups)), 8)
+        parts = triton.cdiv(heads, at_once) + triton.cdiv(groups, at_once)
+        if tokens:
+            self.launch(rotary.rotary_and_cache, (tokens, parts), 
+                q, k, v, cos, sin, cache.key, cache.value, slots,
+                token_stride(q), token_stride(k), token_stride(v),
+                heads, groups, d, half, cache.block_size, at_once, pow2(half), pow2(d), num_warps=4,
+            )  # fmt: skip
+
+    def attention(
+        self,
+        plan: AttentionPlan,
+        q: Tensor,
+        cache: LayerCache,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        tokens, heads, d = q.shape
+        _, groups, _, block_size = cache.key.shape
+        group, sequences = heads // groups, plan.inputs.seq_lens.shape[0]
+        out = torch.empty(tokens, heads * d, dtype=q.dtype, device=q.device)
+        if not tokens:
+            return out
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        most_short = short_rows(group) // group
+        inputs = plan.inputs
+        flags = (window is not None, softcap is not None, sinks is not None)
+        segments = triton.cdiv(plan.longest, SEGMENT)
+        short_queries = min(plan.most_queries, most_short)
+        for short in (True, False):
+            if not short and plan.most_queries <= most_short:
+                continue
+            tiles = attention_tiles(q.dtype, d, group, short, self.capability)
+            programs = tokens // (tiles.block_m // group) + sequences
+            partial, lse, workers = out, out, 1
+            if short:
+                places = sequences * short_queries
+                partial = torch.empty(places, heads, segments, d, dtype=torch.float32, device=q.device)
+                lse = torch.empty(places, heads, segments, dtype=torch.float32, device=q.device)
+                # enough programs to fill the device a few times over; the segments' results do not know
+                workers = max(1, min(segments, triton.cdiv(4 * self.processors, programs * groups)))
+            self.launch(attention_kernels.attention, (programs, groups, workers), 
+                q, cache.key, cache.value, partial, lse, sinks if sinks is not None else lse,
+                inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
+                sequences, inputs.block_table.stride(0), token_stride(q), short_queries, segments, workers,
+                scale, softcap or 0.0, window or 0,
+                heads, groups, group, d, max(16, pow2(d)), block_size, tiles.block_m, tiles.block_n, SEGMENT,
+                most_short, short, *flags, self._wide(q.dtype), _TYPES[q.dtype],
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+            if short:
+                self.launch(attention_merge.attention_merge, (places, heads), 
+                    partial, lse, sinks if sinks is not None else lse, out, inputs.query_start_loc, inputs.seq_lens,
+                    short_queries, segments, window or 0,
+                    heads, d, max(16, pow2(d)), SEGMENT, most_short, flags[0], flags[2], num_warps=1,
+                )  # fmt: skip
+        return out
+
+    def int_matmul(self, x: Tensor, weights: IntWeights, bias: Tensor | None) -> Tensor:
+        rows, k = x.shape
+        n = weights.numbers.shape[0]
+        out = x.new_empty(rows, n)
+        tiles = matmul_tiles(x.dtype, rows)
+        if rows:
+            self.launch(int_matmul.int_matmul, (triton.cdiv(rows, tiles.block_m), triton.cdiv(n, tiles.block_n)), 
+                x, weights.numbers, weights.scale, weights.scale if weights.minimum is None else weights.minimum,
+                weights.scale if bias is None else bias, out, rows, n, k,
+                weights.bits, bias is not None, tiles.block_m, tiles.block_n, tiles.block_k,
+                self._wide(x.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
+        tensors = [part for cache in caches for part in (cache.key, cache.value)]
+        words, rest = divmod(tensors[0][0].nbytes, 4)
+        if rest:
+            raise ValueError(f"a block of a layer must be a multiple of 4 bytes, got {tensors[0][0].nbytes}")
+        device = tensors[0].device
+        addresses = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+        ids = torch.tensor(pairs, dtype=torch.int64, device=device)
+        self.launch(
+            copy_blocks.copy_blocks,
+            (len(pairs), len(tensors), triton.cdiv(words, _COPY_WORDS)),
+            addresses,
+            ids,
+            words,
+            _COPY_WORDS,
+            num_warps=4,
+        )
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor
+    ) -> Tensor:
+        rows, v = logits.shape
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            raise ValueError("logits must be float32 with contiguous rows")
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            self.launch(sampling.sample, (rows,), 
+                logits, temperature, top_k, top_p, min_p, noise, tokens, v, logits.stride(0),
+                min(_SAMPLE_TOKENS, pow2(v)), num_warps=8,
+            )  # fmt: skip
+        return tokens
+
+
+def token_stride(x: Tensor) -> int:
+    """Distance of tokens in a [T, heads, D] view whose last two dimensions are contiguous."""
+    token, head, element = x.stride()
+    if element != 1 or (head != x.shape[2] and x.shape[1] > 1):
+        raise ValueError(f"heads must be contiguous, got strides {x.stride()} for shape {tuple(x.shape)}")
+    return token

@@ -1,0 +1,65 @@
+"""Tile shapes of every kernel: functions of the model and the dtype, of the batch only where a docstring says so.
+
+A tile fixes the order in which a dot product is summed. What a request gets must not depend on its batch-mates,
+so nothing here looks at how many sequences there are. ``capability``: 80, 90, 100 for NVIDIA's, 0 for AMD's.
+The figures are the largest that compile without spilling registers for sm_80, sm_90 and sm_100 (``paged-backend
+bench kernels`` prints the table) and leave shared memory for two programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SEGMENT = 512
+"""Tokens of context after which decode attention starts a new partial result; a multiple of every ``block_n``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One launch configuration. block_m rows, block_n columns, block_k the inner dimension (0: not tiled)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def short_rows(group: int) -> int:
+    """Rows of the tile of short queries: at least what a matrix instruction takes, at least one query's heads."""
+    return max(16, pow2(group))
+
+
+def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, short: bool, capability: int) -> Tiles:
+    """dtype: of the queries. head_dim D, group: query heads per key head. short: queries of few tokens (decode).
+
+    Decode is bound by memory: the fewest rows, deep prefetching. Prefill is bound by the tensor cores: many
+    rows share a tile of keys, as many as registers allow, which are more where accumulators can be fed from
+    shared memory (capability 90 and up). float32 is multiplied without tensor cores and is meant for checking,
+    not for speed.
+    """
+    small = head_dim <= 128
+    if dtype == torch.float32:
+        if short:
+            return Tiles(short_rows(group), 32, 0, 4, 2) if small else Tiles(short_rows(group), 16, 0, 8, 2)
+        return Tiles(max(32, pow2(group)), 16, 0, 8, 2)
+    if short:
+        return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5)
+    rows = max(128 if small else 64, pow2(group))
+    if capability < 90:
+        return Tiles(rows, 32, 0, 8 if capability else 4, 3)
+    return Tiles(rows, 64, 0, 8, 3)
+
+
+def matmul_tiles(dtype: torch.dtype, rows: int) -> Tiles:
+    """Weight-only int8 and int4. Up to 16 rows (decode) one narrow tile, beyond that a square one."""
+    if dtype == torch.float32:
+        return Tiles(16, 32, 64, 4, 2)
+    return Tiles(16, 32, 128, 4, 4) if rows <= 16 else Tiles(64, 64, 64, 4, 3)
