@@ -175,6 +175,18 @@ def _dtype(options: dict[str, Any]) -> str:
     return _DTYPES[wanted]
 
 
+def check_loading(model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options of loading that ask for something else than ``model``, which is loaded, is. Raises ValueError."""
+    rest = dict(options)
+    for name in ("dtype", "torch_dtype"):
+        wanted = rest.pop(name, "auto")
+        if str(wanted).removeprefix("torch.") not in ("auto", str(model.dtype).removeprefix("torch.")):
+            raise ValueError(f"{name}={wanted!r}: the model is loaded already, as {model.dtype}")
+    _check_options(rest)
+    if rest:
+        raise ValueError(f"{', '.join(rest)}: given when a model is loaded, and this one is")
+
+
 def _check_options(options: dict[str, Any]) -> None:
     """Take out options of transformers that say what is so anyway; refuse those that ask for something else."""
     place = options.pop("device_map", None)

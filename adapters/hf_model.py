@@ -50,6 +50,7 @@ class PagedGeneration:
         if kwargs.get("cache_implementation") == "paged":
             del kwargs["cache_implementation"]
         if kwargs.get("custom_generate") is not None or len(args) > 9:
+            kwargs.pop("paged_defer", None)
             return self._plainly("it brings its own decoding loop").generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -123,7 +124,7 @@ class PagedGeneration:
     def _beam_search(self, input_ids: Tensor, **options: Any) -> Any:
         return self._decode(BeamCall, super()._beam_search, input_ids, **options)  # type: ignore[misc]
 
-    def _assisted_decoding(self, *args: Any, **options: Any) -> Any:
+    def _assisted_decoding(self, *args: Any, paged_defer: bool = False, **options: Any) -> Any:
         self._plainly("assisted decoding")
         return super()._assisted_decoding(*args, **options)  # type: ignore[misc]
 
@@ -192,6 +193,9 @@ class PagedGeneration:
             return None
         if self.training:  # type: ignore[attr-defined]
             return "the model is in training mode"
+        places = {parameter.device.type for parameter in self.parameters()}  # type: ignore[attr-defined]
+        if places != {"cpu"}:
+            return f"the model is on {', '.join(sorted(places))}"
         with paged.lock:
             now = fingerprint(self)  # type: ignore[arg-type]
             if paged.seen is None or now == paged.seen:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedModelForCausalLM", "PagedTextGenerationPipeline", "accelerate", "load_tokenizer", "pipeline"]
 
+_LOADING = ("revision", "token", "dtype", "torch_dtype", "device_map", "trust_remote_code", "config")
+"""Arguments of transformers' ``pipeline`` that say how a model is loaded."""
+
 
 class PagedModelForCausalLM:
     """Made like ``AutoModelForCausalLM``, with :meth:`from_pretrained`."""
@@ -78,10 +81,11 @@ def pipeline(task: str | None = None, model: Any = None, tokenizer: Any = None, 
 
     model: what :meth:`PagedModelForCausalLM.from_pretrained` takes, or a transformers model (see
     :func:`accelerate`). tokenizer: None takes the model's. options: those of transformers' ``pipeline`` and
-    fields of :class:`EngineConfig`. Raises ValueError for another task.
+    fields of :class:`EngineConfig`. Raises ValueError for another task, and for what says how a model is to
+    be loaded beside a model that is.
     """
     import transformers
-    from paged_backend.adapters.hf_loading import ENGINE_OPTIONS
+    from paged_backend.adapters.hf_loading import ENGINE_OPTIONS, check_loading
     from paged_backend.adapters.hf_model import PagedGeneration
     from paged_backend.adapters.hf_pipeline import PagedTextGenerationPipeline
 
@@ -91,28 +95,29 @@ def pipeline(task: str | None = None, model: Any = None, tokenizer: Any = None, 
         )
     if model is None:
         raise ValueError("give a model: a folder, a hub id, a .gguf file, 'demo' or a transformers model")
+    place = options.pop("device", None)
+    if str(-1 if place is None else place) not in ("-1", "cpu", "cpu:0"):
+        raise ValueError(f"device={place!r}: the engine runs on the CPU; use 'cpu' or leave it out")
     ours = {name: options.pop(name) for name in list(options) if name in ENGINE_OPTIONS}
+    passed = {name: options.pop(name) for name in _LOADING if options.get(name) is not None}
+    passed.update(options.pop("model_kwargs", None) or {})
+    hub = {name: passed[name] for name in ("revision", "token") if name in passed}
+    if "use_fast" in options:
+        hub["use_fast"] = options.pop("use_fast")
     if isinstance(model, (str, Path)):
-        passed = {
-            name: options.pop(name)
-            for name in ("revision", "token", "dtype", "device_map")
-            if name in options
-        }
-        passed.update(options.pop("model_kwargs", None) or {})
         name, model = str(model), PagedModelForCausalLM.from_pretrained(model, **passed, **ours)
         if tokenizer is None:
-            tokenizer = load_tokenizer(
-                name, model, **{k: passed[k] for k in ("revision", "token") if k in passed}
-            )
-    elif not isinstance(model, PagedGeneration):
-        model = accelerate(model, **ours)
-    elif ours:
-        raise ValueError(f"{', '.join(ours)}: engine options are given when the model is made")
+            tokenizer = load_tokenizer(name, model, **hub)
+    else:
+        check_loading(model, {key: value for key, value in passed.items() if key not in hub})
+        if not isinstance(model, PagedGeneration):
+            model = accelerate(model, **ours)
+        elif ours:
+            raise ValueError(f"{', '.join(ours)}: engine options are given when the model is made")
     if tokenizer is None and model.name_or_path:
-        tokenizer = load_tokenizer(model.name_or_path, model)
-    options.setdefault("device", "cpu")
+        tokenizer = load_tokenizer(model.name_or_path, model, **hub)
     options.setdefault("pipeline_class", PagedTextGenerationPipeline)
-    return transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, **options)
+    return transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **options)
 
 
 def load_tokenizer(name: str, model: Any = None, **options: Any) -> Any:

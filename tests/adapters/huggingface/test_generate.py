@@ -301,7 +301,10 @@ def test_assisted_and_custom_decoding_are_transformers_own(
 
     same(theirs, ours, **inputs, **greedy(), custom_generate=loop)
     same(theirs, ours, **inputs, **greedy(prompt_lookup_num_tokens=2))
-    assert len(said()) == 3
+    for options in ({"assistant_model": theirs}, {"custom_generate": loop}):
+        got = ours.submit(**inputs, **greedy(), **options).result()
+        assert got.tolist() == theirs.generate(**inputs, **greedy(), **options).tolist()
+    assert len(said()) == 5
 
 
 def test_a_model_in_training_mode_falls_back(ours: Any, encode: Any, said: Any) -> None:

@@ -232,6 +232,28 @@ def test_weights_changed_behind_a_checkpoint_are_noticed(ours: Any, theirs: Any,
     assert engine.submit([5, 9]).result(60).finished, "the others' engine went on"
 
 
+def test_a_model_on_another_device_is_left_to_transformers(folder: Path, said: Any) -> None:
+    _, paged = in_memory(folder)
+    paged.to("meta")
+    with pytest.raises(RuntimeError, match="meta"):  # which cannot do it either on this one
+        paged.generate(ids(), **GREEDY)
+    assert "the model is on meta" in said()[0]
+
+
+def test_half_precision_after_loading(ours: Any, theirs: Any) -> None:
+    twin = copy.deepcopy(theirs).half()
+    assert ours.half().generate(ids(), **GREEDY).tolist() == twin.generate(ids(), **GREEDY).tolist()
+
+
+def test_a_vocabulary_that_grows_is_noticed(ours: Any, theirs: Any) -> None:
+    twin = copy.deepcopy(theirs)
+    for model in (ours, twin):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(320)
+    assert ours.generate(ids(), **GREEDY).tolist() == twin.generate(ids(), **GREEDY).tolist()
+    assert ours.engine.vocab_size == 320
+
+
 class Adapter(torch.nn.Module):
     """Wraps a linear layer, as PEFT's LoRA layers do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_ways_to_make_one(folder: Path, ours: Any, tokenizer: Any) -> None:
         pipeline(model=ours),
         pipeline("text-generation", ours, tokenizer),
         pipeline(model=model, tokenizer=tokenizer, kernels="reference"),
+        pipeline(model=ours, device="cpu"),
+        pipeline(model=str(folder), device=-1, kernels="reference"),
+        pipeline(model=str(folder), device=torch.device("cpu"), device_map="auto", kernels="reference"),
         transformers.pipeline(
             "text-generation",
             model=ours,
@@ -144,6 +148,64 @@ def test_ways_to_make_one(folder: Path, ours: Any, tokenizer: Any) -> None:
     ]
     for pipe in made:
         assert pipe(TEXTS, **GREEDY) == expected
+
+
+def test_transformers_own_decoding_loops(theirs: Any, ours: Any, tokenizer: Any, said: Any) -> None:
+    def loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return input_ids + 1
+
+    results = []
+    for model, make in ((theirs, transformers.pipeline), (ours, pipeline)):
+        pipe = make("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        results.append(pipe(TEXTS[:2], custom_generate=loop))
+        assisted = make(
+            "text-generation", model=model, tokenizer=tokenizer, device="cpu", assistant_model=theirs
+        )
+        results[-1] += assisted(TEXTS[:2], **GREEDY)
+    assert results[0] == results[1]
+    assert len(said()) == 4
+
+
+def test_how_the_model_is_loaded(folder: Path, theirs: Any, tokenizer: Any) -> None:
+    for options in (
+        {"torch_dtype": torch.bfloat16},
+        {"dtype": "bfloat16"},
+        {"model_kwargs": {"dtype": torch.bfloat16}},
+    ):
+        pipe = pipeline(model=str(folder), kernels="reference", **options)
+        assert pipe.model.dtype == torch.bfloat16
+        assert pipe(TEXTS, max_new_tokens=2, do_sample=False)
+    same = pipeline(
+        model=copy.deepcopy(theirs), tokenizer=tokenizer, dtype=torch.float32, kernels="reference"
+    )
+    assert same.model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"config": "other"}, "config"),
+        ({"device_map": "cuda"}, "CPU"),
+        ({"device": "cuda"}, "CPU"),
+        ({"device": 0}, "CPU"),
+        ({"dtype": torch.float16}, "float16"),
+    ],
+)
+def test_loading_that_cannot_be_honoured_raises(
+    options: dict[str, Any], message: str, folder: Path, ours: Any, tokenizer: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline(model=str(folder), kernels="reference", **options)
+    with pytest.raises(ValueError, match=message):
+        pipeline(model=ours, tokenizer=tokenizer, **options)
+
+
+def test_loading_beside_a_loaded_model_raises(ours: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="loaded already"):
+        pipeline(model=ours, tokenizer=tokenizer, torch_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="attn_implementation"):
+        pipeline(model=ours, tokenizer=tokenizer, model_kwargs={"attn_implementation": "eager"})
 
 
 def test_what_is_refused(folder: Path, theirs: Any, tokenizer: Any, ours: Any) -> None:
