@@ -1,4 +1,4 @@
-"""``paged-backend bench throughput | latency | prefix | longcontext | step | perplexity``: the commands.
+"""``paged-backend bench throughput | latency | prefix | longcontext | step | perplexity | pipeline``: the commands.
 
 ``register`` hangs them into the command line's ``bench`` group. Nothing heavy is imported until one runs.
 """
@@ -27,11 +27,12 @@ from paged_backend.bench.comparisons import (
     throughput,
 )
 from paged_backend.bench.contenders import VARIANTS
+from paged_backend.bench.pipeline_command import pipeline
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to ``app``."""
-    for function in (throughput, latency, prefix, longcontext, step, perplexity):
+    for function in (throughput, latency, prefix, longcontext, step, perplexity, pipeline):
         app.command(function.__name__)(function)
 
 

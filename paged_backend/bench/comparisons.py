@@ -225,7 +225,7 @@ def _run(name: str, common: _Common, make: Callable[[int], Workload | dict[str, 
                 else common.model
             )
 
-        results = compare(by_label, contenders, locate, settings, _progress)
+        results = compare(by_label, contenders, locate, settings, show_run)
     try:
         ours = frozenset(c.label for c in contenders if c.ours)
         rows, base = measures.rows(benchmark, results, ours, len(whole.requests), common.baseline)
@@ -240,7 +240,8 @@ def _run(name: str, common: _Common, make: Callable[[int], Workload | dict[str, 
         raise typer.Exit(1)
 
 
-def _progress(turn: int, result: RunResult) -> None:
+def show_run(turn: int, result: RunResult) -> None:
+    """A line on stderr for a run that has ended."""
     if result.error is not None:
         text = f"failed: {result.error}"
     else:

@@ -65,17 +65,31 @@ def compare(
     workload: the same for all, or by label. locate: the path of the model for a contender; what it raises fails the
     contender. A contender that has failed is not run again. on_run: called after each run. Ctrl-C ends it early.
     """
+
+    def run(contender: Contender) -> RunResult:
+        load = workload if isinstance(workload, Workload) else workload[contender.label]
+        if contender.limit is not None:
+            load = load.first(contender.limit)
+        return run_once(load, contender, locate, settings)
+
+    return alternate(contenders, run, settings.repeats, on_run)
+
+
+def alternate(
+    contenders: Sequence[Contender],
+    run: Callable[[Contender], RunResult],
+    repeats: int,
+    on_run: Callable[[int, RunResult], None] = lambda turn, result: None,
+) -> dict[str, list[RunResult]]:
+    """The order of :func:`compare` for any way to run a contender."""
     results: dict[str, list[RunResult]] = {c.label: [] for c in contenders}
     try:
-        for turn in range(settings.repeats):
+        for turn in range(repeats):
             for contender in contenders:
                 runs = results[contender.label]
                 if runs and runs[-1].error is not None:
                     continue
-                load = workload if isinstance(workload, Workload) else workload[contender.label]
-                if contender.limit is not None:
-                    load = load.first(contender.limit)
-                result = run_once(load, contender, locate, settings)
+                result = run(contender)
                 runs.append(result)
                 on_run(turn, result)
     except KeyboardInterrupt:
@@ -101,17 +115,18 @@ def run_once(
             "warmup": as_json(workload.warmup),
             "requests": as_json(workload.requests),
         }
-        answer = _ask(contender, request, settings.timeout)
+        answer = ask(contender, request, settings.timeout)
         return _checked(contender.label, workload, answer)
     except Exception as error:  # one contender's trouble is a line of the table, not the end of the benchmark
-        return RunResult(contender.label, error=_one_line(error))
+        return RunResult(contender.label, error=one_line(error))
 
 
 class WorkerError(RuntimeError):
     """A worker gave no usable answer."""
 
 
-def _ask(contender: Contender, request: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+def ask(contender: Contender, request: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+    """A fresh worker's answer. timeout: seconds. Raises WorkerError."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "stderr"
         with log.open("wb") as errors:
@@ -165,6 +180,7 @@ def _checked(label: str, workload: Workload, answer: Mapping[str, Any]) -> RunRe
     )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What went wrong, fit for a table."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
