@@ -39,7 +39,7 @@ def int_matmul(
             inside = first + i < k
             x = tl.load(x_row + (first + i)[None, :], mask=in_m & inside[None, :], other=0.0)
             w = tl.load(at_w + first, mask=in_n & inside[:, None], other=0)
-            acc = tl.dot(x.to(WIDE), w.to(narrow).to(WIDE), acc, input_precision="ieee")
+            acc = tl.dot(x.to(WIDE), w.to(tl.float32).to(narrow).to(WIDE), acc, input_precision="ieee")
         acc = acc * tl.load(scale_ptr + j, mask=j < n, other=0.0)[None, :]
     else:
         groups = (k + 31) // 32

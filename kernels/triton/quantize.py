@@ -67,7 +67,7 @@ def quantize_int4(weight: Tensor) -> IntWeights:
     values[:, :k] = weight
     if padded > k:  # the last group's own values, so that padding does not widen its range
         values[:, k:] = values[:, k - 1 : k]
-    grouped = values.view(n, -1, GROUP)
+    grouped = values.view(n, padded // GROUP, GROUP)
     minimum = grouped.amin(2).to(torch.float16)
     scale = ((grouped.amax(2) - minimum.to(torch.float32)) / 15).clamp_(min=0).to(torch.float16)
     # numbers are found with the rounded scale and minimum, which are what will be multiplied
@@ -86,7 +86,7 @@ def dequantize(weights: IntWeights, rows: Tensor | None = None) -> Tensor:
     if weights.minimum is None:
         return numbers.to(torch.float32) * scale[:, None]
     minimum = weights.minimum if rows is None else weights.minimum[rows]
-    pairs = numbers.view(len(numbers), -1, GROUP // 2)
+    pairs = numbers.view(*scale.shape, GROUP // 2)
     grouped = torch.cat([pairs & 15, pairs >> 4], dim=2).to(torch.float32)
     grouped = grouped * scale.to(torch.float32)[:, :, None] + minimum.to(torch.float32)[:, :, None]
     return grouped.flatten(1)[:, : weights.in_features]

@@ -1,0 +1,229 @@
+"""Triton's paged attention, in its interpreter, against the reference, with NaN in all memory no query may see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.reference import ReferenceKernels
+
+pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
+
+from paged_backend.kernels.triton import launch
+from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
+
+Pick = tuple[int, int, int]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# by the number of bits: what a product of rounded weights and values may be off by
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+class Pool:
+    """Random keys and values of some sequences, scattered over a NaN-filled pool in random order.
+
+    contexts: their lengths. kv_heads G, dim D, size: tokens of a block. The dtype is that of keys and values.
+    """
+
+    def __init__(self, contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> None:
+        counts = [-(-c // size) for c in contexts]
+        total = sum(counts) + 1
+        self.size, self.contexts = size, contexts
+        self.blocks = list((torch.randperm(total - 1) + 1).split(counts))
+        key = torch.full((total, kv_heads, dim, size), float("nan"), dtype=dtype)
+        value = torch.full((total, kv_heads, size, dim), float("nan"), dtype=dtype)
+        for blocks, context in zip(self.blocks, contexts):
+            at = torch.arange(context)
+            block, offset = blocks[at // size], at % size
+            key[block, :, :, offset] = torch.randn(context, kv_heads, dim).to(dtype)
+            value[block, :, offset] = torch.randn(context, kv_heads, dim).to(dtype)
+        self.cache = LayerCache(key, value)
+
+    def inputs(self, picks: list[Pick], window: int | None) -> AttentionInputs:
+        """picks: (sequence, first position, stop position). Blocks that the window has passed are the null block."""
+        table = torch.zeros(len(picks), max(len(b) for b in self.blocks) + 1, dtype=torch.int32)
+        for i, (s, start, _) in enumerate(picks):
+            table[i, : len(self.blocks[s])] = self.blocks[s]
+            if window is not None:
+                table[i, : max(0, start - window + 1) // self.size] = 0
+        lens = torch.tensor([stop - start for _, start, stop in picks])
+        return AttentionInputs(
+            torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).int(),
+            torch.tensor([stop for _, _, stop in picks], dtype=torch.int32),
+            table,
+            torch.zeros(int(lens.sum()), dtype=torch.int64),
+        )
+
+    def run(self, kernels: TritonKernels, picks: list[Pick], queries: list[torch.Tensor], **options: object):  # type: ignore[no-untyped-def]
+        """queries[s]: [context, H, D] of a whole sequence -> per pick [queries, H * D], ours and the reference's."""
+        window = options.get("window")
+        inputs = self.inputs(picks, window if isinstance(window, int) else None)
+        q = torch.cat([queries[s][start:stop] for s, start, stop in picks])
+        padded = torch.full((q.shape[0], q.shape[1] + 2, q.shape[2]), float("nan"), dtype=q.dtype)
+        padded[:, : q.shape[1]] = q  # a strided view, as of a qkv matrix
+        scale = q.shape[2] ** -0.5
+        out = kernels.paged_attention(
+            kernels.plan(inputs), padded[:, : q.shape[1]], self.cache, scale, **options
+        )  # type: ignore[arg-type]
+        assert out.dtype == q.dtype
+        counts = [stop - start for _, start, stop in picks]
+        oracle = ReferenceKernels()
+        wide = LayerCache(self.cache.key.float(), self.cache.value.float())
+        expected = oracle.paged_attention(oracle.plan(inputs), q.float(), wide, scale, **options)  # type: ignore[arg-type]
+        return list(out.split(counts)), list(expected.split(counts))
+
+
+def options_of(variant: str, heads: int) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if variant in ("window", "all"):
+        options["window"] = 37
+    if variant in ("softcap", "all"):
+        options["softcap"] = 5.0
+    if variant in ("sinks", "all"):
+        options["sinks"] = torch.randn(heads) * 2
+    return options
+
+
+def check(heads: int, kv_heads: int, dim: int, size: int, variant: str, dtype: str, kv: str) -> None:
+    # first token, short chunk, decode, prefill from within, decode over many blocks, chunk over a tile's edge
+    contexts = [1, 15, 64, 77, 130, 200]
+    picks = [(0, 0, 1), (1, 12, 15), (2, 63, 64), (3, 50, 77), (4, 129, 130), (5, 190, 200)]
+    pool = Pool(contexts, kv_heads, dim, size, DTYPES[kv])
+    queries = [(torch.randn(c, heads, dim) * 2).to(DTYPES[dtype]) for c in contexts]
+    out, expected = pool.run(TritonKernels("cpu", dtype), picks, queries, **options_of(variant, heads))
+    for got, want in zip(out, expected):
+        torch.testing.assert_close(got.float(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size", "variant", "dtype", "kv"),
+    [
+        (4, 2, 32, 16, "plain", "float32", "float32"),
+        (4, 2, 32, 16, "all", "float32", "float32"),
+        (3, 1, 20, 4, "window", "float32", "float32"),
+        (3, 1, 80, 32, "softcap", "float32", "bfloat16"),
+        (2, 2, 64, 16, "sinks", "bfloat16", "bfloat16"),
+        (4, 1, 128, 16, "all", "float16", "float16"),
+        (2, 1, 256, 8, "plain", "bfloat16", "bfloat16"),
+    ],
+)
+def test_attention_equals_the_reference(
+    heads: int, kv_heads: int, dim: int, size: int, variant: str, dtype: str, kv: str
+) -> None:
+    check(heads, kv_heads, dim, size, variant, dtype, kv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [
+        (9, 3, 64),
+        (2, 2, 80),
+        (4, 1, 96),
+        (8, 1, 128),
+        (5, 1, 64),
+        (14, 2, 256),
+        (50, 1, 20),
+        (6, 1, 80),
+        (3, 3, 128),
+    ],
+)
+@pytest.mark.parametrize(
+    ("variant", "dtype", "kv"),
+    [
+        ("plain", "float32", "float32"),
+        ("window", "float32", "float32"),
+        ("softcap", "float32", "float32"),
+        ("sinks", "float32", "float32"),
+        ("all", "float32", "float32"),
+        ("plain", "float32", "bfloat16"),
+        ("all", "float32", "bfloat16"),
+        ("plain", "bfloat16", "bfloat16"),
+        ("all", "bfloat16", "bfloat16"),
+        ("plain", "float16", "float16"),
+        ("all", "float16", "float16"),
+    ],
+)
+def test_attention_equals_the_reference_on_the_grid_of_the_c_kernels(
+    heads: int, kv_heads: int, dim: int, variant: str, dtype: str, kv: str
+) -> None:
+    check(heads, kv_heads, dim, (16, 32, 4)[(heads + dim) % 3], variant, dtype, kv)
+
+
+def _bits_do_not_depend_on_the_batch(
+    window: int | None, picks_of: list[list[Pick]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SEGMENT", 128)  # several segments in a short context
+    contexts, heads, dim = [400, 70, 300], 2, 32
+    pool = Pool(contexts, 1, dim, 16, torch.float32)
+    queries = [torch.randn(c, heads, dim) for c in contexts]
+    options: dict[str, object] = {"window": window, "sinks": torch.randn(heads)}
+    kernels = TritonKernels("cpu", "float32")
+    seen: dict[tuple[bool, int, int], torch.Tensor] = {}
+    again = 0
+    for picks in picks_of:
+        for processors in (1, 64):  # one worker for all segments, then one each
+            kernels._launch.processors = processors
+            out, expected = pool.run(kernels, picks, queries, **options)
+            for (s, start, stop), got, want in zip(picks, out, expected):
+                torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+                for position in range(start, stop):
+                    # queries of few tokens have tiles of their own: bits are compared within each class
+                    row, key = got[position - start], (stop - start <= 8, s, position)
+                    again += key in seen
+                    assert torch.equal(seen.setdefault(key, row), row), (picks, s, position)
+    assert again >= 2
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_decode_is_the_same_bits_in_every_batch_and_among_any_number_of_workers(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks_of = [[(0, 399, 400)], [(1, 69, 70), (0, 399, 400)], [(2, 298, 300), (0, 398, 400)]]
+    _bits_do_not_depend_on_the_batch(window, picks_of, monkeypatch)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_prefill_is_the_same_bits_in_every_chunk_and_batch(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks_of = [[(1, 0, 70)], [(1, 20, 33)], [(1, 33, 70), (2, 299, 300)]]
+    _bits_do_not_depend_on_the_batch(window, picks_of, monkeypatch)
+
+
+def test_sizes_that_the_host_knows_need_not_be_tight() -> None:
+    pool = Pool([40, 9], 1, 32, 16, torch.float32)
+    queries = [torch.randn(c, 2, 32) for c in pool.contexts]
+    inputs = pool.inputs([(0, 39, 40), (1, 8, 9)], None)
+    q = torch.cat([queries[0][39:], queries[1][8:]])
+    kernels = TritonKernels("cpu", "float32")
+    sized = SizedInputs(
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_table,
+        inputs.slot_mapping,
+        most_queries=3,
+        longest=5000,
+    )
+    tight = kernels.paged_attention(kernels.plan(inputs), q, pool.cache, 0.2)
+    assert torch.equal(kernels.paged_attention(kernels.plan(sized), q, pool.cache, 0.2), tight)
+
+
+def test_a_query_that_is_not_finite_does_not_touch_its_neighbours() -> None:
+    pool = Pool([40], 1, 32, 16, torch.float32)
+    kernels = TritonKernels("cpu", "float32")
+    queries = [torch.randn(40, 3, 32)]
+    clean = pool.run(kernels, [(0, 20, 40)], queries)[0][0].view(20, 3, 32)
+    queries[0][25, 1, 7] = float("nan")
+    out = pool.run(kernels, [(0, 20, 40)], queries)[0][0].view(20, 3, 32)
+    assert out[5, 1].isnan().all()
+    out[5, 1] = clean[5, 1]
+    assert torch.equal(out, clean)
+
+
+def test_scores_of_any_size_stay_finite() -> None:
+    pool = Pool([100], 1, 32, 16, torch.float32)
+    queries = [torch.randn(100, 2, 32) * 1000]
+    for pick in ((0, 60, 100), (0, 99, 100)):
+        (out,), (expected,) = pool.run(TritonKernels("cpu", "float32"), [pick], queries)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
