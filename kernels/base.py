@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,8 @@ class Kernels(ABC):
     """One backend. Stateless but for what ``pack_linear`` returns, so engines may share an instance."""
 
     name: str
+    device = torch.device("cpu")
+    """Where weights, activations and the KV cache are."""
 
     @abstractmethod
     def pack_linear(
@@ -140,6 +143,13 @@ class Kernels(ABC):
     @abstractmethod
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; used by copy-on-write."""
+
+    def expand_gguf(self, raw: np.ndarray, format_id: int, values: int) -> np.ndarray | None:
+        """Packed GGUF blocks as uint8 [bytes] -> float32 [values], or None if these kernels do not know the format.
+
+        format_id: ggml's number of the format. Only a faster way to what the loader can do itself.
+        """
+        return None
 
     def empty_cache(
         self,

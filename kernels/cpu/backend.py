@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
 from torch import Tensor
 
@@ -26,6 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_padded_outputs": (_I, (_I,)),
     "pb_pack_linear": (None, (_P, _P) + (_I,) * 7),
     "pb_pack_int": (None, (_P, _P) + (_I,) * 8),
+    "pb_expand_gguf": (_I, (_I, _P, _I, _P, _I)),
     "pb_usable": (_I, ()),
     "pb_bf16_exact": (_I, (_P, _I)),
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
@@ -90,6 +92,7 @@ class CpuKernels(Kernels):
         self._lib = load_library(library or build())
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
+        self._arena = Arena()
         self.threads = min(threads or torch.get_num_threads(), _usable_cores())
 
     def pack_linear(
@@ -102,7 +105,7 @@ class CpuKernels(Kernels):
         if dtype == "auto":
             dtype = "bfloat16" if all(self._is_bf16(w) for w in weights) else "float32"
         n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        packed = torch.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]), dtype=torch.uint8)
+        packed = self._arena.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]))
         bias = None
         if biases is not None and any(b is not None for b in biases):
             bias = torch.zeros(self._lib.pb_padded_outputs(n))
@@ -249,6 +252,12 @@ class CpuKernels(Kernels):
             x.data_ptr(), out.data_ptr(), rows, d, _ACTIVATIONS[activation], self.threads
         )
         return out
+
+    def expand_gguf(self, raw: np.ndarray, format_id: int, values: int) -> np.ndarray | None:
+        raw = np.ascontiguousarray(raw)
+        out = np.empty(values, np.float32)
+        known = self._lib.pb_expand_gguf(format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, self.threads)
+        return out if known else None
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:

@@ -65,31 +65,55 @@ static void configure(int rows) {
     _tile_loadd(7, a + TILE_BYTES, 64); \
     _tile_dpbssd(high, 7, 6);
 
-/* sums [part][16][NR] of one row tile by one panel += some steps. */
-static void multiply(const char *a, const char *b, int64_t steps, int32_t *sums, int fresh, int64_t ahead) {
+/* Column v of one step, expanded. */
+INLINE void expand_column(char *out, const char *groups, int v) {
+#pragma GCC unroll 2
+    for (int g = 0; g < INT_STEP / GROUP; g++, groups += INT4_GROUP_BYTES, out += GROUP * NR) {
+        int4_column column = int4_load_column(groups, v);
+#pragma GCC unroll 8
+        for (int quad = 0; quad < GROUP / UNIT; quad++)
+            _mm512_store_si512(out + (quad * NV + v) * 64, int4_expand(&column, groups, v, quad));
+    }
+}
+
+/* sums [part][16][NR] of one row tile by one panel += some steps at b. The first row tile fetches int8 weights
+ * of later steps; if there are int4 groups it expands them to b, each step while the one before is multiplied,
+ * which keeps both the vector and the matrix unit at work. */
+INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh, int fetch) {
     if (fresh) {
         EACH_SUM(ZERO)
     } else {
         EACH_SUM(LOAD)
     }
+    if (groups)
+        for (int v = 0; v < NV; v++) expand_column(b, groups, v);
     for (int64_t s = 0; s < steps; s++, a += A_STEP_BYTES, b += B_STEP_BYTES) {
-        if (ahead)
-            for (int64_t i = 0; i < B_STEP_BYTES; i += 64) _mm_prefetch(b + ahead + i, _MM_HINT_T0);
+        if (fetch)
+            for (int64_t i = 0; i < B_STEP_BYTES; i += 64) _mm_prefetch(b + 2 * B_STEP_BYTES + i, _MM_HINT_T0);
+        int more = groups && s + 1 < steps;
+        if (more) {
+            groups += INT_STEP / GROUP * INT4_GROUP_BYTES;
+            expand_column(b + B_STEP_BYTES, groups, 0);
+        }
         COLUMN(0, 3)
+        if (more) expand_column(b + B_STEP_BYTES, groups, 1);
         COLUMN(1, 4)
+        if (more) expand_column(b + B_STEP_BYTES, groups, 2);
         COLUMN(2, 5)
     }
     EACH_SUM(STORE)
 }
 
-/* int4 groups -> int8 panel. */
-static void expand(char *out, const char *groups, int64_t count) {
-    for (int64_t g = 0; g < count; g++, groups += INT4_GROUP_BYTES, out += GROUP * NR)
-        for (int v = 0; v < NV; v++) {
-            int4_column column = int4_load_column(groups, v);
-            for (int quad = 0; quad < GROUP / UNIT; quad++)
-                _mm512_store_si512(out + (quad * NV + v) * 64, int4_expand(&column, groups, v, quad));
-        }
+static void multiply_only(const char *a, char *b, int64_t steps, int32_t *sums, int fresh) {
+    multiply(a, b, NULL, steps, sums, fresh, 0);
+}
+
+static void multiply_fetching(const char *a, char *b, int64_t steps, int32_t *sums, int fresh) {
+    multiply(a, b, NULL, steps, sums, fresh, 1);
+}
+
+static void multiply_expanding(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh) {
+    multiply(a, b, groups, steps, sums, fresh, 0);
 }
 
 /* Item: a block of row tiles by one panel. */
@@ -107,14 +131,15 @@ static void amx_int_item(const void *context, int64_t item) {
     int64_t blocks = ceil_div(job->steps, BLOCK_STEPS);
     for (int64_t i = 0; i < blocks; i++) {
         int64_t s = job->steps * i / blocks, steps = job->steps * (i + 1) / blocks - s;
-        const char *b = panel_start + s * B_STEP_BYTES;
-        if (job->int4) {
-            expand(expanded, panel_start + s * (INT_STEP / GROUP) * INT4_GROUP_BYTES, steps * (INT_STEP / GROUP));
-            b = expanded;
+        const char *groups = panel_start + s * (INT_STEP / GROUP) * INT4_GROUP_BYTES;
+        char *b = job->int4 ? expanded : (char *)panel_start + s * B_STEP_BYTES; /* written to only if expanded */
+        for (int64_t t = 0; t < tiles; t++) {
+            const char *rows_of_a = a + (t * job->steps + s) * A_STEP_BYTES;
+            int32_t *sums_of_tile = sums + t * PARTS * TILE_ROWS * NR;
+            if (t) multiply_only(rows_of_a, b, steps, sums_of_tile, s == 0);
+            else if (job->int4) multiply_expanding(rows_of_a, b, groups, steps, sums_of_tile, s == 0);
+            else multiply_fetching(rows_of_a, b, steps, sums_of_tile, s == 0);
         }
-        for (int64_t t = 0; t < tiles; t++)
-            multiply(a + (t * job->steps + s) * A_STEP_BYTES, b, steps, sums + t * PARTS * TILE_ROWS * NR, s == 0,
-                     t == 0 && !job->int4 ? 2 * B_STEP_BYTES : 0);
     }
     _tile_release();
     for (int64_t r = 0; r < rows; r++) {

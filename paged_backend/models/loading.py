@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
@@ -18,6 +18,9 @@ from paged_backend.models.checkpoint import Checkpoint, TensorSource
 from paged_backend.models.decoder import Decoder
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.tensors import fit
+
+if TYPE_CHECKING:
+    from paged_backend.models.gguf_quants import Expand
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
@@ -54,7 +57,7 @@ def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     as safetensors. Raises ModelLoadError naming the file, tensor or setting (UnsupportedModelError if it has no
     implementation), and ValueError for a weight dtype the kernels do not have.
     """
-    return build_model(config, kernels, load_checkpoint(resolve_model(config.model)))
+    return build_model(config, kernels, load_checkpoint(resolve_model(config.model), kernels.expand_gguf))
 
 
 def build_model(
@@ -132,13 +135,16 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Config and lazily read tensors of a safetensors folder or a .gguf file. Raises ModelLoadError."""
+def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
+    """Config and lazily read tensors of a safetensors folder or a .gguf file. Raises ModelLoadError.
+
+    expand: a faster way to expand packed GGUF tensors, as a kernel backend has it.
+    """
     path = Path(path)
     if path.suffix == ".gguf":
         from paged_backend.models import gguf
 
-        return gguf.load_gguf(path)
+        return gguf.load_gguf(path, expand)
     if not path.exists():
         raise ModelLoadError(f"no model folder at {path}")
     if not path.is_dir():

@@ -182,6 +182,18 @@ def llama3_divisors(rope, head_dim: int) -> np.ndarray:
 # --- values
 
 
+@pytest.fixture(scope="module")
+def c_kernels():
+    """C kernels by number of threads; skips where there is no compiler."""
+    from paged_backend.kernels.cpu.backend import CpuKernels
+    from paged_backend.kernels.cpu.build import KernelBuildError
+
+    try:
+        return {threads: CpuKernels(threads) for threads in (1, 2)}
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("name", NATIVE)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 700))
@@ -194,6 +206,26 @@ def test_random_blocks_expand_to_the_same_bits_as_the_gguf_package(name, seed, b
     assert got.dtype == np.float32
     both_nan = np.isnan(expected) & np.isnan(got)
     assert np.array_equal(expected.view(np.uint32)[~both_nan], got.view(np.uint32)[~both_nan])
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name.startswith("Q")])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 700), threads=st.integers(1, 2))
+def test_c_expands_random_blocks_to_the_same_bits(c_kernels, name, seed, blocks, threads):
+    type_ = BY_NAME[name]
+    raw = np.random.default_rng(seed).integers(0, 256, blocks * type_.nbytes, dtype=np.uint8)
+    expected = dequantize(raw, type_)
+    kernels = c_kernels[threads]
+    got = dequantize(raw, type_, kernels.expand_gguf)
+    both_nan = np.isnan(expected) & np.isnan(got)
+    assert np.array_equal(expected.view(np.uint32)[~both_nan], got.view(np.uint32)[~both_nan])
+    assert kernels.expand_gguf(raw, type_.id, blocks * type_.block) is not None
+
+
+def test_formats_that_c_does_not_know_are_expanded_without_it(c_kernels):
+    raw = np.random.default_rng(0).integers(0, 256, 4 * 20, dtype=np.uint8)
+    type_ = BY_NAME["BF16"]
+    np.testing.assert_array_equal(dequantize(raw, type_, c_kernels[1].expand_gguf), dequantize(raw, type_))
 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0", "MXFP4"])

@@ -44,7 +44,7 @@ BAD = [
 
 @dataclass
 class Seen:
-    """gaps: seconds between two chunks with tokens of one stream. statuses: answers by kind of request and HTTP status."""
+    """gaps: seconds between two chunks with tokens of one stream. statuses: answers by kind and HTTP status."""
 
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
