@@ -7,17 +7,27 @@ import warnings
 from paged_backend.kernels.base import Kernels
 
 
-def select_kernels(name: str = "auto", threads: int | None = None) -> Kernels:
-    """``auto``: C if it can be built, else the torch reference with a warning; ``c``: C or an error; ``reference``.
+def select_kernels(
+    name: str = "auto", threads: int | None = None, device: str = "cpu", dtype: str = "float32"
+) -> Kernels:
+    """``auto``: what suits the device; ``c``, ``reference`` or ``triton``: that one or an error.
 
-    threads: compute threads of the C kernels; None takes torch's number.
+    On the CPU ``auto`` is C if it can be built, else the torch reference with a warning. threads: compute threads of
+    the C kernels; None takes torch's number. dtype: of the activations of the Triton kernels; the others have float32.
+    Raises RuntimeError naming the fix where the device or Triton is missing.
     """
+    if device != "cpu" or name == "triton":
+        if name not in ("auto", "triton"):
+            raise ValueError(
+                f"kernels={name!r} run on the CPU only: use auto or triton with device={device!r}"
+            )
+        return _triton_kernels(device, dtype)
     from paged_backend.kernels.reference import ReferenceKernels
 
     if name == "reference":
         return ReferenceKernels()
     if name not in ("auto", "c"):
-        raise ValueError(f"kernels must be auto, c or reference, got {name!r}")
+        raise ValueError(f"kernels must be auto, c, reference or triton, got {name!r}")
     from paged_backend.kernels.cpu.backend import CpuKernels
     from paged_backend.kernels.cpu.build import KernelBuildError
 
@@ -28,3 +38,24 @@ def select_kernels(name: str = "auto", threads: int | None = None) -> Kernels:
             raise
         warnings.warn(f"using the slow torch kernels: {error}", RuntimeWarning, stacklevel=2)
         return ReferenceKernels()
+
+
+def _triton_kernels(device: str, dtype: str) -> Kernels:
+    if device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            built = (
+                "" if torch.version.cuda or torch.version.hip else " (this torch is built for the CPU only)"
+            )
+            raise RuntimeError(
+                f"device={device!r} needs a GPU that torch can use, and there is none{built}: use device='cpu', or "
+                "install a torch built for your GPU and check that the driver is loaded"
+            )
+    try:
+        from paged_backend.kernels.triton.backend import TritonKernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise RuntimeError("the GPU kernels need Triton: pip install 'paged-backend[triton]'") from error
+    return TritonKernels(device, dtype)

@@ -13,18 +13,21 @@ class EngineConfig:
 
     model: a folder with safetensors, a .gguf file, a hub id, or ``demo``.
     tokenizer: folder or hub id of the tokenizer; None takes the model's own.
-    device: ``cpu``.
-    dtype: how weights are stored; math is fp32 on the CPU. ``auto`` takes what the kernels in use support best.
-    kernels: ``auto``, ``c`` (fails if they cannot be built) or ``reference`` (plain torch).
+    device: ``cpu``, or ``cuda`` for the first GPU (``pip install 'paged-backend[triton]'``).
+    dtype: how weights are stored; math is fp32 on the CPU. ``auto`` takes what the kernels in use support best. On a
+        GPU it is also what activations are kept in, ``auto`` is ``bfloat16``, and ``float16`` is possible.
+    kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain torch) or ``triton`` (which ``auto``
+        is on a GPU).
     quantization: None for the checkpoint's own precision.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
         read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``auto``
-        is float32, but bfloat16 with ``quantization``, which is less precise than that already.
+        is float32, but bfloat16 with ``quantization``, which is less precise than that already; on a GPU it is what
+        activations are.
     max_model_len: longest prompt + output in tokens; None takes the model's context.
     block_size: tokens per KV block, a power of two (16 keeps waste below 4 %).
     num_blocks: KV pool limit in blocks; None sizes it by ``kv_cache_memory``.
-    kv_cache_memory: pool limit in bytes; None takes a quarter of the machine's memory. Memory is committed
-        by the operating system only when a block is first used.
+    kv_cache_memory: pool limit in bytes; None takes a quarter of the machine's memory, or most of what the weights
+        leave free on a GPU. Memory is committed only when a block is first used.
     max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step.
     enable_prefix_caching: share KV of equal prompt prefixes.
     threads: compute threads; None takes torch's default.
@@ -54,11 +57,17 @@ class EngineConfig:
         if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
             raise ValueError(f"model must be a folder, a .gguf file, a hub id or 'demo', got {self.model!r}")
         object.__setattr__(self, "model", str(self.model))
-        _one_of("device", self.device, ("cpu",))
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _one_of("kernels", self.kernels, ("auto", "c", "reference"))
+        _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("kernels", self.kernels, ("auto", "c", "reference", "triton"))
+        if self.device != "cpu" and self.kernels not in ("auto", "triton"):
+            raise ValueError(
+                f"kernels={self.kernels!r} run on the CPU only: leave kernels at 'auto' on {self.device}"
+            )
+        if not self.through_triton and "float16" in (self.dtype, self.kv_cache_dtype):
+            raise ValueError("float16 needs device='cuda': the CPU kernels have float32 and bfloat16")
         _one_of("quantization", self.quantization, (None, "int8", "int4"))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16"))
         for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
@@ -77,10 +86,26 @@ class EngineConfig:
             raise ValueError("trust_remote_code=True is not supported: code from a checkpoint is never run")
 
     @property
+    def through_triton(self) -> bool:
+        """Whether the Triton kernels are used: on a GPU, or if asked for."""
+        return self.device != "cpu" or self.kernels == "triton"
+
+    @property
+    def activation_dtype(self) -> str:
+        """What activations are kept in: float32 on the CPU, and on a GPU ``dtype`` with ``auto`` decided."""
+        if not self.through_triton:
+            return "float32"
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
     def stored_kv_dtype(self) -> str:
         """``kv_cache_dtype`` with ``auto`` decided."""
         if self.kv_cache_dtype != "auto":
             return self.kv_cache_dtype
+        if self.through_triton:
+            return self.activation_dtype
         return "float32" if self.quantization is None else "bfloat16"
 
     @classmethod

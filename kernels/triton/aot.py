@@ -116,7 +116,8 @@ def _source(launch: Launch) -> ASTSource:
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or (specialised and isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[parameter.name] = "*" + _NAMES[value.dtype]
@@ -125,7 +126,7 @@ def _source(launch: Launch) -> ASTSource:
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if specialised and value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

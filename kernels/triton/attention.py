@@ -105,7 +105,8 @@ def _attend_tile(
     return peak, total, acc
 
 
-@triton.jit
+# these change from step to step: specialised, each alignment of each would be compiled anew in the middle of serving
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "most_queries", "num_segments", "workers"])
 def attention(
     q_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, sinks_ptr, query_start_loc, seq_lens, block_table,
     num_seqs, table_stride, q_stride, most_queries, num_segments, workers, scale, softcap, window,

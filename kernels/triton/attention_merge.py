@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_queries", "num_segments"])
 def attention_merge(
     part_ptr, lse_ptr, sinks_ptr, out_ptr, query_start_loc, seq_lens, most_queries, num_segments, window,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SEGMENT: tl.constexpr, MOST_SHORT: tl.constexpr,

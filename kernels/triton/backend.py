@@ -184,7 +184,7 @@ class TritonKernels(Kernels):
         block_size: int,
         dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
-        """KV cache on the device, allocated whole; see ``runner.device.memory`` for one that grows."""
+        """KV cache on the device; nothing in it is initialised."""
         with self.device:
             return super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def int_matmul(
     x_ptr, numbers_ptr, scale_ptr, minimum_ptr, bias_ptr, out_ptr, rows, n, k,
     BITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

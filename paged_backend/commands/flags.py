@@ -68,11 +68,11 @@ SAMPLING: Mapping[str, Flag] = {
 
 ENGINE: Mapping[str, Flag] = {
     "tokenizer": Flag(str, "Folder or hub id of another tokenizer."),
-    "device": Flag(str, "Where the model runs: cpu."),
-    "dtype": Flag(str, "How weights are stored: auto, float32 or bfloat16."),
-    "kernels": Flag(str, "auto, c (an error if they cannot be built) or reference (torch)."),
+    "device": Flag(str, "Where the model runs: cpu or cuda."),
+    "dtype": Flag(str, "How weights are stored: auto, float32, bfloat16 or float16 (GPU)."),
+    "kernels": Flag(str, "auto, c (an error if they cannot be built), reference (torch) or triton (GPU)."),
     "quantization": Flag(str, "Weights in int8 or int4 instead of the checkpoint's precision."),
-    "kv_cache_dtype": Flag(str, "Keys and values in float32 or bfloat16; auto: bfloat16 with quantization."),
+    "kv_cache_dtype": Flag(str, "Keys and values in float32, bfloat16, float16; auto: bfloat16 with quantization."),
     "max_model_len": Flag(int, "Longest prompt + answer in tokens. Default: the model's context."),
     "block_size": Flag(int, "Tokens per KV block."),
     "num_blocks": Flag(int, "Size of the KV pool in blocks."),

@@ -13,8 +13,9 @@ import torch
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
-from paged_backend.engine.engine import EngineCore
+from paged_backend.engine.engine import EngineCore, Runner
 from paged_backend.engine.scheduler import Scheduler
+from paged_backend.errors import UnsupportedModelError
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.model_runner import ModelRunner
 
@@ -27,14 +28,20 @@ logger = logging.getLogger("paged_backend")
 
 def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
     """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
-    from paged_backend.kernels.select import select_kernels
     from paged_backend.models.loading import load_model
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    kernels = select_kernels(config.kernels, config.threads)
+    kernels = kernels_for(config)
     model = load_model(config, kernels)
     return start_engine(config, kernels, model, _tokenizer(config, model), on_release)
+
+
+def kernels_for(config: EngineConfig) -> Kernels:
+    """The kernels that ``config`` asks for. Raises RuntimeError naming the fix where its device is missing."""
+    from paged_backend.kernels.select import select_kernels
+
+    return select_kernels(config.kernels, config.threads, config.device, config.activation_dtype)
 
 
 def start_engine(
@@ -48,7 +55,7 @@ def start_engine(
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
-    runner = ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
+    runner = _runner(config, kernels, model, num_blocks, kv_dtype)
     cache = CacheManager(
         num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
     )
@@ -63,6 +70,31 @@ def start_engine(
         generation_config=model.checkpoint.generation_config,
         block_bytes=block_bytes,
         on_release=on_release,
+    )
+
+
+def _runner(
+    config: EngineConfig, kernels: Kernels, model: LoadedModel, num_blocks: int, kv_dtype: torch.dtype
+) -> Runner:
+    if not config.through_triton:
+        return ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
+    from paged_backend.kernels.triton.backend import TritonKernels
+    from paged_backend.models.decoder import Decoder
+    from paged_backend.runner.device_runner import DeviceRunner
+
+    if not isinstance(model.decoder, Decoder) or not isinstance(kernels, TritonKernels):
+        raise UnsupportedModelError(
+            f"{model.spec.architecture} runs through its transformers module, which this engine has on the CPU only: "
+            "use device='cpu'"
+        )
+    return DeviceRunner(
+        model.decoder,
+        kernels,
+        num_blocks,
+        config.block_size,
+        kv_dtype,
+        config.max_num_seqs,
+        model.max_model_len,
     )
 
 
@@ -84,12 +116,17 @@ def sliding_window(spec: DecoderSpec) -> int | None:
 
 
 def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:
-    """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's), the null block included.
+    """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's, or what is free on a device), the null
+    block included.
 
     No more than every seat could fill; memory is committed when a block is first used, so a generous limit costs
     nothing.
     """
     memory = config.kv_cache_memory
+    if memory is None and config.device != "cpu":
+        from paged_backend.runner.device_memory import free_device_memory
+
+        memory = free_device_memory(config.device)
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     most = config.max_num_seqs * -(-max_model_len // config.block_size)

@@ -60,6 +60,9 @@ class Decoder:
         self.norm = pack.norm("model.norm.weight")
         self.lm_head = self.embed_tokens if spec.tied else pack.table("lm_head.weight")
         self.ropes = [RotaryEmbedding(rope, self.max_model_len) for rope in spec.rope_specs]
+        if kernels.device.type != "cpu":
+            for rope in self.ropes:
+                rope.tabulate(self.max_model_len, kernels.device)
 
     @torch.inference_mode()
     def forward(
@@ -107,7 +110,7 @@ class Decoder:
             next_norm = self.norm if last else self.layers[i + 1].input_norm
             hidden = kernels.add_rms_norm(hidden, residual, next_norm, eps)
 
-        logits = kernels.linear(hidden, self.lm_head)
+        logits = kernels.linear(hidden, self.lm_head).to(torch.float32)
         if spec.final_softcap is not None:
             logits = torch.tanh(logits / spec.final_softcap) * spec.final_softcap
         return logits
@@ -158,7 +161,7 @@ class _Packer:
         )
 
     def norm(self, name: str) -> Tensor:
-        weight = self.weights[name]().to(torch.float32, copy=True)
+        weight = self.weights[name]().to(self.kernels.device, torch.float32, copy=True)
         return weight + 1.0 if self.spec.norm_plus_one else weight
 
     def linear(self, names: Sequence[str], bias: bool) -> PackedLinear:

@@ -106,17 +106,30 @@ class RotaryEmbedding:
         self.inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
         self._cos = torch.empty(0, spec.dim // 2)
         self._sin = torch.empty(0, spec.dim // 2)
+        self._complete = False
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [T] -> cos, sin float32 [T, R/2]."""
-        missing = int(positions.max()) + 1 - len(self._cos)
+        if not self._complete:
+            self._grow(int(positions.max()) + 1)
+        return self._cos[positions], self._sin[positions]
+
+    def tabulate(self, length: int, device: torch.device) -> None:
+        """Fill the table for all positions below ``length`` and keep it on ``device``.
+
+        Positions are then looked up without being looked at, which on a GPU would mean waiting for it.
+        """
+        self._grow(length)
+        self._cos, self._sin, self._complete = self._cos.to(device), self._sin.to(device), True
+
+    def _grow(self, length: int) -> None:
+        missing = length - len(self._cos)
         if missing > 0:
             # at least doubling keeps the copying linear in the longest sequence
             chunks = -(-max(missing, len(self._cos)) // _CHUNK)
             angles = [self._angles(len(self._cos) + i * _CHUNK) for i in range(chunks)]
             self._cos = torch.cat([self._cos, *(a.cos() * self.attention_factor for a in angles)])
             self._sin = torch.cat([self._sin, *(a.sin() * self.attention_factor for a in angles)])
-        return self._cos[positions], self._sin[positions]
 
     def _angles(self, start: int) -> Tensor:
         return torch.arange(start, start + _CHUNK, dtype=torch.float32)[:, None] * self.inv_freq

@@ -124,9 +124,13 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def only_truncates(row: SampleRow) -> bool:
+    """Whether temperature, top-k, top-p and min-p are all that a row asks for: then a device can draw it by itself."""
+    return row.params.logprobs is None and not row.candidates and not _processed(row)
+
+
 def _plain(row: SampleRow) -> bool:
-    p = row.params
-    return p.greedy and p.logprobs is None and not row.candidates and not _processed(row)
+    return row.params.greedy and only_truncates(row)
 
 
 def _check_shape(logits: torch.Tensor, rows: int) -> None:
@@ -147,10 +151,11 @@ def _greedy(logits: torch.Tensor) -> list[Sampled | Exception]:
         maxima, indices = logits.detach().max(-1)
         ids, best = indices.tolist(), _numpy(maxima)
     good = np.isfinite(best).tolist()
-    return [Sampled(token) if ok else _not_finite() for token, ok in zip(ids, good)]
+    return [Sampled(token) if ok else not_finite() for token, ok in zip(ids, good)]
 
 
-def _not_finite() -> RequestFailedError:
+def not_finite() -> RequestFailedError:
+    """The error of a row whose logits are not finite."""
     return RequestFailedError(
         "the model gave logits that are not finite (NaN, inf or all -inf): check the weights and precision"
     )
@@ -159,7 +164,7 @@ def _not_finite() -> RequestFailedError:
 def _finite_max(values: Array) -> np.float32:
     best = values.max()  # NaN if there is one anywhere
     if not np.isfinite(best):
-        raise _not_finite()
+        raise not_finite()
     return best
 
 

@@ -1,0 +1,135 @@
+"""Decode steps as CUDA graphs: several hundred kernels launched by one call.
+
+A graph runs the same kernels on the same memory each time, so it is captured for a number of rows and a bound of the
+context length, and a batch is padded to the next such size. A row of padding is a sequence of one token in the null
+block. Which graph runs is invisible in the results of the kernels here; cuBLAS may choose another kernel for another
+number of rows.
+
+Graphs are captured when first needed, which takes as long as some steps; they share one pool of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_backend.runner.staging import Staging, room_for
+
+_SHORTEST = 1024  # the smallest bound of the context length
+
+
+class Replay(Protocol):
+    """Runs what was captured, on what the input tensors hold now."""
+
+    def __call__(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], None]], Replay]
+
+
+@dataclass(slots=True)
+class _Graph:
+    room: Tensor
+    outputs: tuple[Tensor, ...]
+    replay: Replay
+
+
+class DecodeGraphs:
+    """Graphs by (rows, longest context).
+
+    forward: (arrays on the device, bound of the context length) -> tensors on the device. capture: makes a
+    function repeatable; on a GPU :class:`CudaCapture`. largest: most rows; most_context: longest context there can be.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[dict[str, Tensor], int], tuple[Tensor, ...]],
+        staging: Staging,
+        capture: Capture,
+        largest: int,
+        most_context: int,
+        block_size: int,
+    ) -> None:
+        self._forward, self._staging, self._capture = forward, staging, capture
+        self._largest, self._most_context, self._block_size = largest, most_context, block_size
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def clear(self) -> None:
+        """Forget every graph; they are captured anew when needed."""
+        self._graphs.clear()
+
+    def run(self, arrays: Mapping[str, np.ndarray], longest: int) -> tuple[Tensor, ...]:
+        """Pad ``arrays`` (see :func:`padded`), send them over and run; the results have padded rows at the end."""
+        rows = len(arrays["seq_lens"])
+        key = (graph_rows(rows, self._largest), graph_context(longest, self._most_context))
+        filled = padded(arrays, key[0], -(-key[1] // self._block_size))
+        graph = self._graphs.get(key)
+        if graph is None:
+            room = torch.zeros(room_for(filled), dtype=torch.uint8, device=self._staging.device)
+            tensors = self._staging.send(filled, room)
+            results: list[tuple[Tensor, ...]] = []
+            replay = self._capture(lambda: results.append(self._forward(tensors, key[1])))
+            graph = self._graphs[key] = _Graph(room, results[-1], replay)
+        else:
+            self._staging.send(filled, graph.room)
+        graph.replay()
+        return graph.outputs
+
+
+class CudaCapture:
+    """Captures into one pool of memory; made in the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # compiles kernels and makes workspaces, which a capture must not
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay
+
+
+def graph_rows(rows: int, largest: int) -> int:
+    """1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond: padding stays below an eighth of a large batch."""
+    if rows <= 8:
+        size = 1 << (rows - 1).bit_length()
+    else:
+        step = 8 if rows <= 64 else 32
+        size = -(-rows // step) * step
+    return min(size, max(largest, rows))
+
+
+def graph_context(longest: int, most: int) -> int:
+    """The next power of two, from 1024 on, so that short contexts do not pay for the longest possible."""
+    return min(max(_SHORTEST, 1 << (longest - 1).bit_length()), most)
+
+
+def padded(arrays: Mapping[str, np.ndarray], rows: int, table_width: int) -> dict[str, np.ndarray]:
+    """A decode batch with rows added: sequences of one token, id 0, in slot 0 of the null block, drawn greedily.
+
+    arrays: per-row arrays [n, ...] by name, ``query_start_loc`` [n + 1], ``block_table`` [n, width], which becomes
+    [rows, table_width].
+    """
+    filled: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        if name == "query_start_loc":
+            filled[name] = np.arange(rows + 1, dtype=array.dtype)
+        elif name == "block_table":
+            table = np.zeros((rows, table_width), array.dtype)
+            table[: len(array), : array.shape[1]] = array
+            filled[name] = table
+        else:
+            out = np.full(rows, 1 if name == "seq_lens" else 0, array.dtype)
+            out[: len(array)] = array
+            filled[name] = out
+    return filled

@@ -1,0 +1,185 @@
+"""DeviceRunner: a step on a GPU. One copy of arrays there, the model and the draw, one copy of token ids back.
+
+The host waits once a step, for the token ids. Rows that ask for more than temperature, top-k, top-p and min-p
+(penalties, grammars, log-probabilities, beams) are drawn by the host's sampler from their logits, and so are prompt
+log-probabilities: those rows are copied back, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
+from paged_backend.runner.batch import Batch
+from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from paged_backend.runner.device_memory import GrowingCache
+from paged_backend.runner.model_runner import Model, Result, Work
+from paged_backend.runner.sampler import Sampled, Sampler, SampleRow, not_finite, only_truncates, uniform
+from paged_backend.runner.staging import Staging
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "noise")
+
+
+class DeviceRunner:
+    """The engine's runner for ``device="cuda"``; with interpreted kernels on the CPU the same steps, for tests.
+
+    Owns the model's KV memory: up to ``num_blocks`` blocks of ``block_size`` tokens in every layer. max_num_seqs,
+    max_model_len: what graphs are made for. capture: see ``decode_graphs``; None takes CUDA graphs on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: TritonKernels,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        max_num_seqs: int,
+        max_model_len: int,
+        capture: Capture | None = None,
+    ) -> None:
+        spec = model.spec
+        self.model, self.kernels, self.block_size = model, kernels, block_size
+        self.vocab_size = spec.vocab_size
+        self.memory = GrowingCache(kernels, spec, num_blocks, block_size, kv_dtype)
+        self.sampler = Sampler()
+        self._staging = Staging(kernels.device)
+        if capture is None and kernels.device.type == "cuda":
+            capture = CudaCapture()
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(
+                self._decode, self._staging, capture, max_num_seqs, max_model_len, block_size
+            )
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        """Compute one step. Writing KV is idempotent, so a failed step may be run again in parts."""
+        batch = Batch.build([work.piece for work in works], self.block_size)
+        lens = batch.attention.seq_lens
+        arrays = {
+            "input_ids": batch.input_ids.numpy(),
+            "positions": batch.positions.numpy(),
+            "slot_mapping": batch.attention.slot_mapping.numpy(),
+            "query_start_loc": batch.attention.query_start_loc.numpy(),
+            "seq_lens": lens.numpy(),
+            "block_table": batch.attention.block_table.numpy(),
+        }
+        rows, picks = _rows(works)
+        alone = [only_truncates(row) for row in rows]
+        longest = int(lens.max())
+        self._make_room(int(arrays["block_table"].max()) + 1)
+        if self._graphs is not None and _is_decode(works) and all(alone):
+            (tokens,) = self._graphs.run(arrays | _columns(rows), longest)
+            drawn = _sampled(tokens[: len(rows)].tolist())
+            return [Result([sampled], []) for sampled in drawn]
+
+        arrays["logit_rows"] = batch.logit_rows.numpy()
+        mine = [i for i, ok in enumerate(alone) if ok]
+        arrays["picks"] = np.array([picks[i] for i in mine], np.int64)
+        tensors = self._staging.send(arrays | _columns([rows[i] for i in mine]))
+        most = max(len(work.piece.token_ids) for work in works)
+        logits = self._forward(tensors, tensors["logit_rows"], most, longest)
+        sampled: list[Sampled | Exception | None] = [None] * len(rows)
+        if mine:
+            whole = arrays["picks"].tolist() == list(range(logits.shape[0]))
+            tokens = self._draw(logits if whole else logits[tensors["picks"]], tensors)
+            for i, one in zip(mine, _sampled(tokens.tolist())):
+                sampled[i] = one
+        others = [i for i, ok in enumerate(alone) if not ok]
+        if others:
+            chosen = logits[torch.tensor([picks[i] for i in others], device=logits.device)].cpu()
+            for i, other in zip(others, self.sampler.sample(chosen, [rows[i] for i in others])):
+                sampled[i] = other
+        return self._results(works, logits, sampled)
+
+    def _results(
+        self, works: Sequence[Work], logits: Tensor, sampled: list[Sampled | Exception | None]
+    ) -> list[Result]:
+        drawn = iter(one for one in sampled if one is not None)
+        results: list[Result] = []
+        first = 0
+        for work in works:
+            count = len(work.scored_ids)
+            scores = (
+                self.sampler.prompt_logprobs(logits[first : first + count], work.scored_ids, work.num_top)
+                if count
+                else []
+            )
+            first += len(work.piece.logit_rows)
+            results.append(Result([next(drawn) for _ in work.rows], scores))
+        return results
+
+    def _forward(self, tensors: dict[str, Tensor], logit_rows: Tensor, most: int, longest: int) -> Tensor:
+        attention = SizedInputs(
+            tensors["query_start_loc"],
+            tensors["seq_lens"],
+            tensors["block_table"],
+            tensors["slot_mapping"],
+            most_queries=most,
+            longest=longest,
+        )
+        return self.model.forward(
+            tensors["input_ids"], tensors["positions"], attention, logit_rows, self.memory.caches
+        )
+
+    def _draw(self, logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        return self.kernels.sample(logits, *(tensors[name] for name in _COLUMNS))
+
+    def _decode(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
+        """What a graph does: one token of each row, its logits, its draw."""
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        return (self._draw(self._forward(tensors, rows, 1, longest), tensors),)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
+        self._make_room(max(destination for _, destination in pairs) + 1)
+        self.kernels.copy_blocks(self.memory.caches, pairs)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Nothing: a device's pool keeps what it has grown to until the engine closes."""
+
+    def _make_room(self, blocks: int) -> None:
+        if self.memory.ensure(blocks) and self._graphs is not None:
+            self._graphs.clear()  # they hold the addresses of the old tensors
+
+
+def _is_decode(works: Sequence[Work]) -> bool:
+    """Every sequence computes one token and draws one."""
+    return all(len(w.piece.token_ids) == 1 and len(w.rows) == 1 and not w.scored_ids for w in works)
+
+
+def _rows(works: Sequence[Work]) -> tuple[list[SampleRow], list[int]]:
+    """All rows to draw, and for each the row of the logits that it is drawn from."""
+    rows: list[SampleRow] = []
+    picks: list[int] = []
+    first = 0
+    for work in works:
+        first += len(work.piece.logit_rows)
+        rows.extend(work.rows)
+        picks.extend([first - 1] * len(work.rows))
+    return rows, picks
+
+
+def _columns(rows: Sequence[SampleRow]) -> dict[str, np.ndarray[Any, Any]]:
+    """The arguments of ``TritonKernels.sample`` for rows that only truncate."""
+    count = len(rows)
+    return {
+        "temperature": np.fromiter(
+            (0 if r.params.greedy else r.params.temperature for r in rows), np.float32, count
+        ),
+        "top_k": np.fromiter((r.params.top_k or 0 for r in rows), np.int32, count),
+        "top_p": np.fromiter((r.params.top_p for r in rows), np.float32, count),
+        "min_p": np.fromiter((r.params.min_p or 0 for r in rows), np.float32, count),
+        "noise": np.fromiter((uniform(r.seed, len(r.output_token_ids)) for r in rows), np.float64, count),
+    }
+
+
+def _sampled(tokens: Sequence[int]) -> list[Sampled | Exception]:
+    return [Sampled(token) if token >= 0 else not_finite() for token in tokens]
