@@ -117,14 +117,13 @@ def accelerate(model: Any, *, weights: str = "pack", **options: Any) -> Any:
 
 def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str = "pack") -> Engine:
     """An engine of its own for a module in memory: natively with packed weights, or over the module's own."""
-    from paged_backend.kernels.select import select_kernels
-
+    from paged_backend.engine.factory import kernels_for
     from paged_backend.models.loading import build_model, module_model
     from paged_backend.models.transformers_module import share
 
     checkpoint = _in_memory(module, base)
     config = EngineConfig.from_options(**{"model": str(checkpoint.path), **options})
-    kernels = select_kernels(config.kernels, config.threads)
+    kernels = kernels_for(config)
     loaded = None
     if weights == "pack":
         try:

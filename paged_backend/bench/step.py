@@ -158,6 +158,8 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     from paged_backend.tokenizer import load_tokenizer
 
     config = EngineConfig.from_options(model, **options)
+    if config.through_triton:
+        raise ValueError("step times calls as the host sees them, which on a GPU return at once: use bench device")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels: Any = select_kernels(config.kernels, config.threads)

@@ -116,19 +116,14 @@ def memory(
 
 def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
     """A real model under our side of the comparison."""
-    import torch
-
     from paged_backend.config import EngineConfig
-    from paged_backend.engine.factory import sliding_window
-    from paged_backend.kernels.select import select_kernels
+    from paged_backend.engine.factory import kernels_for, make_runner, sliding_window
     from paged_backend.models.loading import load_model
-    from paged_backend.runner.model_runner import ModelRunner
 
     config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
-    kernels = select_kernels(config.kernels, config.threads)
+    kernels = kernels_for(config)
     loaded = load_model(config, kernels)
-    kv_dtype = getattr(torch, config.stored_kv_dtype)
-    runner = ModelRunner(loaded.decoder, kernels, num_blocks, config.block_size, kv_dtype)
+    runner = make_runner(config, kernels, loaded, num_blocks)
     return {"model": runner, "window": sliding_window(loaded.spec)}
 
 

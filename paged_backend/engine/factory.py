@@ -55,7 +55,7 @@ def start_engine(
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
     num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
-    runner = _runner(config, kernels, model, num_blocks, kv_dtype)
+    runner = make_runner(config, kernels, model, num_blocks)
     cache = CacheManager(
         num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
     )
@@ -73,9 +73,9 @@ def start_engine(
     )
 
 
-def _runner(
-    config: EngineConfig, kernels: Kernels, model: LoadedModel, num_blocks: int, kv_dtype: torch.dtype
-) -> Runner:
+def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_blocks: int) -> Runner:
+    """The runner for the device of ``config``. Raises UnsupportedModelError for what runs on the CPU only."""
+    kv_dtype = getattr(torch, config.stored_kv_dtype)
     if not config.through_triton:
         return ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
     from paged_backend.kernels.triton.backend import TritonKernels

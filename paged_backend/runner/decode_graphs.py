@@ -23,20 +23,20 @@ from paged_backend.runner.staging import Staging, room_for
 _SHORTEST = 1024  # the smallest bound of the context length
 
 
-class Replay(Protocol):
-    """Runs what was captured, on what the input tensors hold now."""
-
-    def __call__(self) -> None: ...
+Outputs = tuple[Tensor, ...]
 
 
-Capture = Callable[[Callable[[], None]], Replay]
+class Capture(Protocol):
+    """Makes ``run`` repeatable: (its results, a function that computes them anew, in place, from the same inputs)."""
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 
 
 @dataclass(slots=True)
 class _Graph:
     room: Tensor
-    outputs: tuple[Tensor, ...]
-    replay: Replay
+    outputs: Outputs
+    replay: Callable[[], object]
 
 
 class DecodeGraphs:
@@ -48,7 +48,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[dict[str, Tensor], int], tuple[Tensor, ...]],
+        forward: Callable[[dict[str, Tensor], int], Outputs],
         staging: Staging,
         capture: Capture,
         largest: int,
@@ -63,7 +63,7 @@ class DecodeGraphs:
         """Forget every graph; they are captured anew when needed."""
         self._graphs.clear()
 
-    def run(self, arrays: Mapping[str, np.ndarray], longest: int) -> tuple[Tensor, ...]:
+    def run(self, arrays: Mapping[str, np.ndarray], longest: int) -> Outputs:
         """Pad ``arrays`` (see :func:`padded`), send them over and run; the results have padded rows at the end."""
         rows = len(arrays["seq_lens"])
         key = (graph_rows(rows, self._largest), graph_context(longest, self._most_context))
@@ -72,9 +72,8 @@ class DecodeGraphs:
         if graph is None:
             room = torch.zeros(room_for(filled), dtype=torch.uint8, device=self._staging.device)
             tensors = self._staging.send(filled, room)
-            results: list[tuple[Tensor, ...]] = []
-            replay = self._capture(lambda: results.append(self._forward(tensors, key[1])))
-            graph = self._graphs[key] = _Graph(room, results[-1], replay)
+            outputs, replay = self._capture(lambda: self._forward(tensors, key[1]))
+            graph = self._graphs[key] = _Graph(room, outputs, replay)
         else:
             self._staging.send(filled, graph.room)
         graph.replay()
@@ -87,7 +86,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], None]) -> Replay:
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -95,8 +94,8 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            run()
-        return graph.replay
+            outputs = run()
+        return outputs, graph.replay
 
 
 def graph_rows(rows: int, largest: int) -> int:
