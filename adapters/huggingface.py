@@ -29,6 +29,9 @@ __all__ = ["PagedModelForCausalLM", "PagedTextGenerationPipeline", "accelerate",
 _LOADING = ("revision", "token", "dtype", "torch_dtype", "device_map", "trust_remote_code", "config")
 """Arguments of transformers' ``pipeline`` that say how a model is loaded."""
 
+_WHERE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+"""Those that its tokenizer is loaded with as well."""
+
 
 class PagedModelForCausalLM:
     """Made like ``AutoModelForCausalLM``, with :meth:`from_pretrained`."""
@@ -101,13 +104,14 @@ def pipeline(task: str | None = None, model: Any = None, tokenizer: Any = None, 
     ours = {name: options.pop(name) for name in list(options) if name in ENGINE_OPTIONS}
     passed = {name: options.pop(name) for name in _LOADING if options.get(name) is not None}
     passed.update(options.pop("model_kwargs", None) or {})
-    hub = {name: passed[name] for name in ("revision", "token") if name in passed}
+    hub = {name: passed[name] for name in _WHERE if name in passed}
     if "use_fast" in options:
         hub["use_fast"] = options.pop("use_fast")
     if isinstance(model, (str, Path)):
         name, model = str(model), PagedModelForCausalLM.from_pretrained(model, **passed, **ours)
         if tokenizer is None:
-            tokenizer = load_tokenizer(name, model, **hub)
+            file = passed.get("gguf_file")
+            tokenizer = load_tokenizer(f"{name}/{file}" if file else name, model, **hub)
     else:
         check_loading(model, {key: value for key, value in passed.items() if key not in hub})
         if not isinstance(model, PagedGeneration):

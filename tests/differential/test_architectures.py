@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,3 +273,14 @@ def test_what_cannot_be_paged_is_refused(name: str, random_checkpoint: Any, clai
     claim(name, "greedy", "refused")
     with pytest.raises(UnsupportedModelError, match=why):
         get_engine(str(random_checkpoint(name, config)), kernels="reference")
+
+
+def test_the_published_table_is_of_these_tests() -> None:
+    """docs/architectures.md has a row for each architecture here, and the README says how many there are."""
+    root = Path(__file__).parents[2]
+    lines = (root / "docs" / "architectures.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and line.endswith("equal | equal | equal |")]
+    names = {row.split("|")[1].strip() for row in rows}
+    assert names == {f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM" for name in RUNS}
+    assert f"{len(RUNS)} architectures run." in "\n".join(lines)
+    assert f"[{len(RUNS)} architectures](docs/architectures.md)" in (root / "README.md").read_text("utf-8")

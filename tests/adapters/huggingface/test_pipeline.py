@@ -136,6 +136,12 @@ def test_ways_to_make_one(folder: Path, ours: Any, tokenizer: Any) -> None:
         pipeline("text-generation", ours, tokenizer),
         pipeline(model=model, tokenizer=tokenizer, kernels="reference"),
         pipeline(model=ours, device="cpu"),
+        pipeline(
+            model=str(folder.parent),
+            model_kwargs={"subfolder": folder.name},
+            use_fast=True,
+            kernels="reference",
+        ),
         pipeline(model=str(folder), device=-1, kernels="reference"),
         pipeline(model=str(folder), device=torch.device("cpu"), device_map="auto", kernels="reference"),
         transformers.pipeline(
