@@ -8,12 +8,17 @@ from paged_backend.kernels.base import Kernels
 
 
 def select_kernels(
-    name: str = "auto", threads: int | None = None, device: str = "cpu", dtype: str = "float32"
+    name: str = "auto",
+    threads: int | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    matmul_precision: str = "highest",
 ) -> Kernels:
     """``auto``: what suits the device; ``c``, ``reference`` or ``triton``: that one or an error.
 
     On the CPU ``auto`` is C if it can be built, else the torch reference with a warning. threads: compute threads of
     the C kernels; None takes torch's number. dtype: of the activations of the Triton kernels; the others have float32.
+    matmul_precision: see ``CpuKernels``; the other kernels have nothing faster and stay at ``highest``.
     Raises RuntimeError naming the fix where the device or Triton is missing.
     """
     if device != "cpu" or name == "triton":
@@ -32,7 +37,7 @@ def select_kernels(
     from paged_backend.kernels.cpu.build import KernelBuildError
 
     try:
-        return CpuKernels(threads)
+        return CpuKernels(threads, matmul_precision=matmul_precision)
     except KernelBuildError as error:
         if name == "c":
             raise

@@ -19,6 +19,9 @@ class EngineConfig:
     kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain torch) or ``triton`` (which ``auto``
         is on a GPU).
     quantization: None for the checkpoint's own precision.
+    matmul_precision: of activations multiplied with bfloat16 weights on a CPU with a matrix unit (AMX), in torch's
+        words: ``highest`` fp32, ``high`` 16 bits, ``medium`` bfloat16, each faster than the one before. Other CPUs
+        have nothing faster than ``highest`` and use it.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
         read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``auto``
         is float32, but bfloat16 with ``quantization``, which is less precise than that already; on a GPU it is what
@@ -41,6 +44,7 @@ class EngineConfig:
     dtype: str = "auto"
     kernels: str = "auto"
     quantization: str | None = None
+    matmul_precision: str = "highest"
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -67,6 +71,14 @@ class EngineConfig:
         if not self.through_triton and "float16" in (self.dtype, self.kv_cache_dtype):
             raise ValueError("float16 needs device='cuda': the CPU kernels have float32 and bfloat16")
         _one_of("quantization", self.quantization, (None, "int8", "int4"))
+        _one_of("matmul_precision", self.matmul_precision, ("highest", "high", "medium"))
+        if self.matmul_precision != "highest" and (
+            self.dtype != "bfloat16" or self.quantization or self.through_triton or self.kernels == "reference"
+        ):
+            raise ValueError(
+                f"matmul_precision={self.matmul_precision!r} is about products with bfloat16 weights in the C kernels: "
+                "set dtype='bfloat16', and leave quantization, kernels and device alone"
+            )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16"))
         for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pb_linear": (None, (_P,) * 4 + (_I,) * 5),
+    "pb_linear": (None, (_P,) * 4 + (_I,) * 6),
     "pb_linear_bytes": (_I, (_I,) * 3),
     "pb_padded_outputs": (_I, (_I,)),
     "pb_pack_linear": (None, (_P, _P) + (_I,) * 7),
@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I, _I)),
 }
 _DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_PARTS = {"highest": 3, "high": 2, "medium": 1}  # bf16 numbers that stand for an activation on a matrix unit
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _CHUNK_FLOATS = 1 << 22  # of a weight matrix converted at a time while packing
 
@@ -84,11 +85,24 @@ class AttentionPlan:
 
 
 class CpuKernels(Kernels):
-    """C kernels for this machine's instruction set. ``threads``: None takes torch's number; never more than cores."""
+    """C kernels for this machine's instruction set.
+
+    threads: None takes torch's number; never more than cores. matmul_precision: of activations that are multiplied
+    with bf16 weights on a matrix unit (AMX), in torch's words: ``highest`` is fp32 (three bf16 numbers for each),
+    ``high`` 16 bits (two), ``medium`` bf16. What is not computed there is as precise as ``highest``.
+    """
 
     name = "c"
 
-    def __init__(self, threads: int | None = None, library: Path | None = None) -> None:
+    def __init__(
+        self,
+        threads: int | None = None,
+        library: Path | None = None,
+        matmul_precision: str = "highest",
+    ) -> None:
+        if matmul_precision not in _PARTS:
+            raise ValueError(f"matmul_precision must be one of {', '.join(_PARTS)}, got {matmul_precision!r}")
+        self._parts = _PARTS[matmul_precision]
         self._lib = load_library(library or build())
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
@@ -155,7 +169,7 @@ class CpuKernels(Kernels):
         out = torch.empty(rows, packed.out_features)
         self._lib.pb_linear(
             x.data_ptr(), packed.pointer, packed.bias_pointer, out.data_ptr(),
-            rows, packed.out_features, packed.in_features, packed.code, self.threads,
+            rows, packed.out_features, packed.in_features, packed.code, self._parts, self.threads,
         )  # fmt: skip
         return out
 

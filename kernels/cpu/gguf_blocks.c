@@ -148,7 +148,8 @@ EXPORT int64_t pb_expand_gguf(int64_t format, const void *source, int64_t bytes,
     };
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         if (formats[i].format == format) {
-            expand_job job = {source, out, formats[i].expand, bytes / formats[i].bytes, formats[i].values, formats[i].bytes};
+            int64_t blocks = bytes / formats[i].bytes;
+            expand_job job = {source, out, formats[i].expand, blocks, formats[i].values, formats[i].bytes};
             pb_parallel(expand_slice, &job, (job.blocks + SLICE_BLOCKS - 1) / SLICE_BLOCKS, (int)threads);
             return 1;
         }

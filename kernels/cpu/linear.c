@@ -156,8 +156,10 @@ static void run_item(const linear_job *job, int64_t item, int bf16) {
 static void float32_item(const void *job, int64_t item) { run_item(job, item, 0); }
 static void bfloat16_item(const void *job, int64_t item) { run_item(job, item, 1); }
 
+/* parts: bf16 numbers that stand for an activation where bf16 weights are multiplied on the matrix unit; three
+ * are exact. */
 EXPORT void pb_linear(const float *x, const void *weights, const float *bias, float *out, int64_t m, int64_t n,
-                      int64_t k, int64_t dtype, int64_t threads) {
+                      int64_t k, int64_t dtype, int64_t parts, int64_t threads) {
     linear_job job = {x, weights, bias, out, m, n, k, (int)threads};
     if (m * n * k < SMALL_WORK) job.threads = 1;
     if (dtype == DTYPE_INT8 || dtype == DTYPE_INT4) {
@@ -166,10 +168,11 @@ EXPORT void pb_linear(const float *x, const void *weights, const float *bias, fl
     }
 #if PB_AMX
     if (dtype == DTYPE_BFLOAT16) {
-        pb_linear_amx(&job);
+        pb_linear_amx(&job, (int)parts);
         return;
     }
 #endif
+    (void)parts; /* what multiplies fp32 numbers takes them whole */
     int64_t items = ceil_div(m, ROW_BLOCK) * ceil_div(panels_of(n), panels_per_item(m));
     pb_parallel(dtype == DTYPE_BFLOAT16 ? bfloat16_item : float32_item, &job, items, job.threads);
 }

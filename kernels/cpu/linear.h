@@ -46,6 +46,12 @@ INLINE void store_row(float *out, const vf acc[NV], const float *bias, int64_t c
     }
 }
 
+/* Ask for the output lines of some rows by one panel, which will be written soon. */
+INLINE void fetch_output(const linear_job *job, int64_t panel, int64_t first, int64_t rows) {
+    for (int64_t r = first; r < first + rows; r++)
+        for (int64_t i = 0; i < NR; i += 16) __builtin_prefetch(job->out + r * job->n + panel * NR + i, 1);
+}
+
 /* Write a panel's sums [rows][NR] as rows ``first`` on of the output. */
 INLINE void store_panel(const linear_job *job, int64_t panel, int64_t first, int64_t rows, const float *sums) {
     for (int64_t r = 0; r < rows; r++) {

@@ -9,7 +9,7 @@
     defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define PB_AMX 1
 int pb_amx_usable(void);
-void pb_linear_amx(const linear_job *linear);
+void pb_linear_amx(const linear_job *linear, int parts); /* parts: 1 to 3 bf16 numbers for an activation */
 #else
 #define PB_AMX 0
 #endif

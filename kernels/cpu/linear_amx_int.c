@@ -76,10 +76,11 @@ INLINE void expand_column(char *out, const char *groups, int v) {
     }
 }
 
-/* sums [part][16][NR] of one row tile by one panel += some steps at b. The first row tile fetches int8 weights
- * of later steps; if there are int4 groups it expands them to b, each step while the one before is multiplied,
- * which keeps both the vector and the matrix unit at work. */
-INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh, int fetch) {
+/* sums [part][16][NR] of one row tile by one panel += some steps at b. Each step asks for ``lines`` cache lines
+ * from ``next`` on, weights of later steps. int4 groups, if any, are expanded to b, each step while the one
+ * before is multiplied, which keeps both the vector and the matrix unit at work. */
+INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh,
+                     const char *next, int64_t lines) {
     if (fresh) {
         EACH_SUM(ZERO)
     } else {
@@ -88,8 +89,7 @@ INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, 
     if (groups)
         for (int v = 0; v < NV; v++) expand_column(b, groups, v);
     for (int64_t s = 0; s < steps; s++, a += A_STEP_BYTES, b += B_STEP_BYTES) {
-        if (fetch)
-            for (int64_t i = 0; i < B_STEP_BYTES; i += 64) _mm_prefetch(b + 2 * B_STEP_BYTES + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < lines; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
         int more = groups && s + 1 < steps;
         if (more) {
             groups += INT_STEP / GROUP * INT4_GROUP_BYTES;
@@ -104,16 +104,14 @@ INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, 
     EACH_SUM(STORE)
 }
 
-static void multiply_only(const char *a, char *b, int64_t steps, int32_t *sums, int fresh) {
-    multiply(a, b, NULL, steps, sums, fresh, 0);
+static void multiply_int8(const char *a, char *b, int64_t steps, int32_t *sums, int fresh, const char *next,
+                          int64_t lines) {
+    multiply(a, b, NULL, steps, sums, fresh, next, lines);
 }
 
-static void multiply_fetching(const char *a, char *b, int64_t steps, int32_t *sums, int fresh) {
-    multiply(a, b, NULL, steps, sums, fresh, 1);
-}
-
-static void multiply_expanding(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh) {
-    multiply(a, b, groups, steps, sums, fresh, 0);
+static void multiply_int4(const char *a, char *b, const char *groups, int64_t steps, int32_t *sums, int fresh,
+                          const char *next, int64_t lines) {
+    multiply(a, b, groups, steps, sums, fresh, next, lines);
 }
 
 /* Item: a block of row tiles by one panel. */
@@ -133,12 +131,17 @@ static void amx_int_item(const void *context, int64_t item) {
         int64_t s = job->steps * i / blocks, steps = job->steps * (i + 1) / blocks - s;
         const char *groups = panel_start + s * (INT_STEP / GROUP) * INT4_GROUP_BYTES;
         char *b = job->int4 ? expanded : (char *)panel_start + s * B_STEP_BYTES; /* written to only if expanded */
-        for (int64_t t = 0; t < tiles; t++) {
+        /* all row tiles together ask for the weights of the block that comes next, a share in each step */
+        int64_t step_bytes = job->int4 ? INT_STEP / GROUP * INT4_GROUP_BYTES : B_STEP_BYTES;
+        int64_t lines = ceil_div(ceil_div(step_bytes, 64), tiles);
+        const char *next = panel_start + s * step_bytes + (tiles == 1 ? 2 * step_bytes : steps * step_bytes);
+        for (int64_t t = 0; t < tiles; t++, next += steps * lines * 64) {
             const char *rows_of_a = a + (t * job->steps + s) * A_STEP_BYTES;
-            int32_t *sums_of_tile = sums + t * PARTS * TILE_ROWS * NR;
-            if (t) multiply_only(rows_of_a, b, steps, sums_of_tile, s == 0);
-            else if (job->int4) multiply_expanding(rows_of_a, b, groups, steps, sums_of_tile, s == 0);
-            else multiply_fetching(rows_of_a, b, steps, sums_of_tile, s == 0);
+            int32_t *tile_sums = sums + t * PARTS * TILE_ROWS * NR;
+            if (i == blocks - 1)
+                fetch_output(l, panel, (first + t) * TILE_ROWS, t == tiles - 1 ? rows - t * TILE_ROWS : TILE_ROWS);
+            if (job->int4 && t == 0) multiply_int4(rows_of_a, b, groups, steps, tile_sums, s == 0, next, lines);
+            else multiply_int8(rows_of_a, b, steps, tile_sums, s == 0, next, lines);
         }
     }
     _tile_release();

@@ -1,4 +1,5 @@
-/* Linear layers with int8 and int4 weights for a few rows, where reading the weights is the work and the matrix unit only adds to it.
+/* Linear layers with int8 and int4 weights for a few rows, where reading the weights is the work and the matrix
+ * unit only adds to it.
  *
  * Byte products of vector units (vpdpbusd: unsigned x signed) on the matrix unit's panels. The high half of an
  * activation is -64 .. 63; 64 is added to make it unsigned, and 64 times the sum of the weights, which every

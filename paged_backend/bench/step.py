@@ -150,9 +150,8 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     from paged_backend.config import EngineConfig
     from paged_backend.engine.async_engine import Engine
     from paged_backend.engine.engine import EngineCore
-    from paged_backend.engine.factory import pool_blocks, sliding_window
+    from paged_backend.engine.factory import kernels_for, pool_blocks, sliding_window
     from paged_backend.engine.scheduler import Scheduler
-    from paged_backend.kernels.select import select_kernels
     from paged_backend.models.loading import load_model
     from paged_backend.runner.model_runner import ModelRunner
     from paged_backend.tokenizer import load_tokenizer
@@ -162,7 +161,7 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
         raise ValueError("step times calls as the host sees them, which on a GPU return at once: use bench device")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    kernels: Any = select_kernels(config.kernels, config.threads)
+    kernels: Any = kernels_for(config)
     if hasattr(kernels, "_lib"):
         kernels._lib = _MarkedLibrary(kernels._lib, marks)
     loaded = load_model(config, kernels)

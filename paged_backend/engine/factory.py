@@ -41,7 +41,9 @@ def kernels_for(config: EngineConfig) -> Kernels:
     """The kernels that ``config`` asks for. Raises RuntimeError naming the fix where its device is missing."""
     from paged_backend.kernels.select import select_kernels
 
-    return select_kernels(config.kernels, config.threads, config.device, config.activation_dtype)
+    return select_kernels(
+        config.kernels, config.threads, config.device, config.activation_dtype, config.matmul_precision
+    )
 
 
 def start_engine(
