@@ -257,6 +257,23 @@ def _matmul(dtype: torch.dtype, bits: int, rows: int, bias: bool) -> Callable[[L
     return run
 
 
+def quick_cases() -> Iterator[Case]:
+    """One configuration of every kernel: those of Llama-3 8B in bfloat16."""
+    brain = torch.bfloat16
+    x, gates, weight = _empty(8, 4096, dtype=brain), _empty(8, 2 * 14336, dtype=brain), _empty(4096)
+    yield "attention bf16 D128 group 4", _attention(brain, brain, 128, 4)
+    yield "add_rms_norm bf16 4096", lambda at: at.rms_norm(x, x, weight, 1e-5)
+    yield "silu_and_mul bf16", lambda at: at.act_and_mul(gates, "silu")
+    yield "rotary bf16 H32 G8 D128", _rotary(brain, 32, 8, 128, 64)
+    yield "int8 matmul bf16 8 rows", _matmul(brain, 8, 8, False)
+    yield "int4 matmul bf16 8 rows", _matmul(brain, 4, 8, False)
+    cache = LayerCache(_empty(9, 8, 128, 16, dtype=brain), _empty(9, 8, 16, 128, dtype=brain))
+    yield "copy_blocks bf16", lambda at: at.copy_blocks([cache], [(1, 2)])
+    logits, one, count = _empty(8, 128256), _empty(8), _empty(8, dtype=torch.int32)
+    noise = _empty(8, dtype=torch.float64)
+    yield "sample of 128256", lambda at: at.sample(logits, one, count, one, one, noise)
+
+
 def all_cases() -> Iterator[Case]:
     """Every kernel in every configuration."""
     yield from attention_cases((32, 64, 80, 96, 128, 256))

@@ -124,7 +124,7 @@ class Launcher:
         for short in (True, False):
             if not short and plan.most_queries <= most_short:
                 continue
-            tiles = attention_tiles(q.dtype, d, group, short, self.capability)
+            tiles = attention_tiles(q.dtype, cache.key.dtype, d, group, short, self.capability)
             programs = tokens // (tiles.block_m // group) + sequences
             partial, lse, workers = out, out, 1
             if short:

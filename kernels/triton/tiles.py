@@ -37,7 +37,9 @@ def short_rows(group: int) -> int:
     return max(16, pow2(group))
 
 
-def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, short: bool, capability: int) -> Tiles:
+def attention_tiles(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int, short: bool, capability: int
+) -> Tiles:
     """dtype: of the queries. head_dim D, group: query heads per key head. short: queries of few tokens (decode).
 
     Decode is bound by memory: the fewest rows, deep prefetching. Prefill is bound by the tensor cores: many
@@ -47,9 +49,10 @@ def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, short: bool, 
     """
     small = head_dim <= 128
     if dtype == torch.float32:
-        if short:
-            return Tiles(short_rows(group), 32, 0, 4, 2) if small else Tiles(short_rows(group), 16, 0, 8, 2)
-        return Tiles(max(32, pow2(group)), 16, 0, 8, 2)
+        if short and small and kv_dtype == dtype:
+            return Tiles(short_rows(group), 32, 0, 4, 2)
+        # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
+        return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1)
     if short:
         return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5)
     rows = max(128 if small else 64, pow2(group))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paged_backend.bench.commands import register
+from paged_backend.bench.device_commands import register as register_device
 from paged_backend.commands.common import complain, orderly_end
 from paged_backend.commands.flags import checked_config, with_flags
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 register(app)
+register_device(app)
 
 PAPER_POOL = 15728
 """Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""

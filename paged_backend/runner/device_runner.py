@@ -75,14 +75,14 @@ class DeviceRunner:
         longest = int(lens.max())
         self._make_room(int(arrays["block_table"].max()) + 1)
         if self._graphs is not None and _is_decode(works) and all(alone):
-            (tokens,) = self._graphs.run(arrays | _columns(rows), longest)
+            (tokens,) = self._graphs.run(arrays | sampling_columns(rows), longest)
             drawn = _sampled(tokens[: len(rows)].tolist())
             return [Result([sampled], []) for sampled in drawn]
 
         arrays["logit_rows"] = batch.logit_rows.numpy()
         mine = [i for i, ok in enumerate(alone) if ok]
         arrays["picks"] = np.array([picks[i] for i in mine], np.int64)
-        tensors = self._staging.send(arrays | _columns([rows[i] for i in mine]))
+        tensors = self._staging.send(arrays | sampling_columns([rows[i] for i in mine]))
         most = max(len(work.piece.token_ids) for work in works)
         logits = self._forward(tensors, tensors["logit_rows"], most, longest)
         sampled: list[Sampled | Exception | None] = [None] * len(rows)
@@ -167,7 +167,7 @@ def _rows(works: Sequence[Work]) -> tuple[list[SampleRow], list[int]]:
     return rows, picks
 
 
-def _columns(rows: Sequence[SampleRow]) -> dict[str, np.ndarray[Any, Any]]:
+def sampling_columns(rows: Sequence[SampleRow]) -> dict[str, np.ndarray[Any, Any]]:
     """The arguments of ``TritonKernels.sample`` for rows that only truncate."""
     count = len(rows)
     return {
