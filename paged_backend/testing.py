@@ -106,6 +106,7 @@ def scripted_core(
     *,
     runner: ScriptedRunner | None = None,
     next_token: NextToken | None = None,
+    vocab_size: int = 1000,
     window: int | None = None,
     prefix_caching: bool = True,
     max_model_len: int = 4096,
@@ -114,7 +115,7 @@ def scripted_core(
     always_check: bool = True,
 ) -> EngineCore:
     """An :class:`EngineCore` over a scripted runner, checking every invariant after every step."""
-    runner = runner or ScriptedRunner(num_blocks, block_size, next_token=next_token, window=window)
+    runner = runner or ScriptedRunner(num_blocks, block_size, vocab_size, next_token, window)
     cache = CacheManager(num_blocks, block_size, window, prefix_caching)
     scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     return EngineCore(runner, cache, scheduler, max_model_len, always_check)

@@ -85,7 +85,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Longest prompt + output in tokens, by the model's context and the pool."""
-        return self._core.longest_request()
+        return self._core.door.longest_request()
 
     @property
     def max_num_seqs(self) -> int:
@@ -160,10 +160,10 @@ class Engine:
         params = params.resolved(self.generation_config)
         text, token_ids = encode_prompt(prompt, self.tokenizer)
         beams = params.beam_search.num_beams if params.beam_search is not None else 0
-        self._core.admit(token_ids, params.n, beams, params.max_tokens or 1)
+        self._core.door.admit(token_ids, params.n, beams, params.max_tokens or 1)
         bad_words = check_token_options(params, self.tokenizer, self._core.runner.vocab_size)
         stop_ids = (() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ())
-        max_tokens = min(params.max_tokens or 1, self._core.longest_request() - len(token_ids))
+        max_tokens = min(params.max_tokens or 1, self._core.door.longest_request() - len(token_ids))
         constraint = None
         if params.structured_outputs is not None:
             ignored = self.eos_token_ids if params.ignore_eos else ()

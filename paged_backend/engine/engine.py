@@ -18,10 +18,11 @@ import numpy as np
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.beam_search import BeamGroup, Hypothesis
+from paged_backend.engine.door import Door
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
-from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
+from paged_backend.errors import RequestFailedError
 from paged_backend.runner.batch import SequenceSlice
 from paged_backend.runner.model_runner import Result, Work
 from paged_backend.runner.sampler import Sampled, SampleRow
@@ -72,7 +73,13 @@ class EngineCore:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
-        self.max_model_len = max_model_len
+        self.door = Door(
+            cache,
+            runner.vocab_size,
+            max_model_len,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+        )
         self.always_check = always_check
         self.usage = UsageMeter(cache.block_size)
         self.num_steps = 0
@@ -80,54 +87,10 @@ class EngineCore:
         self._requests: dict[str, list[Request]] = {}
         self._masks: ThreadPoolExecutor | None = None
 
-    # --- the door ------------------------------------------------------------------------------------------------
-
-    def longest_request(self) -> int:
-        """Prompt and output tokens that one request can have, by the context and by the pool."""
-        pool = self.cache.longest_sequence(self.scheduler.max_num_batched_tokens)
-        return self.max_model_len if pool is None else min(self.max_model_len, pool)
-
-    def admit(self, prompt_token_ids: Sequence[int], n: int, beams: int = 0, max_tokens: int = 1) -> None:
-        """Raise :class:`RequestRejectedError` for a request that could never run. Safe from any thread.
-
-        beams: of a beam search with outputs of ``max_tokens``; they advance together, so the pool must hold them all.
-        """
-        count = len(prompt_token_ids)
-        if count == 0:
-            raise RequestRejectedError("the prompt is empty: give at least one token")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= self.runner.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestRejectedError(
-                f"token id {bad} is outside the vocabulary of {self.runner.vocab_size} ids"
-            )
-        if count >= self.max_model_len:
-            raise ContextOverflowError(
-                f"the prompt has {count} tokens, which exceeds the context window: at most {self.max_model_len - 1} "
-                f"leave room for one new token (max_model_len is {self.max_model_len})"
-            )
-        if count >= self.longest_request():
-            raise ContextOverflowError(
-                f"the prompt has {count} tokens and one must be generated, but the whole KV pool holds "
-                f"{self.longest_request()}: raise num_blocks or kv_cache_memory"
-            )
-        if max(n, beams) > self.scheduler.max_num_seqs:
-            name = "n" if n > beams else "num_beams"
-            raise RequestRejectedError(
-                f"{name}={max(n, beams)} exceeds max_num_seqs={self.scheduler.max_num_seqs}"
-            )
-        if beams:
-            total = min(count + max_tokens, self.max_model_len)
-            # each beam may own all blocks behind the prompt's full ones, and one copy of a shared tail at a time
-            own = self.cache.blocks_for(total) - count // self.cache.block_size + 1
-            if count // self.cache.block_size + beams * own > self.cache.pool.capacity:
-                raise ContextOverflowError(
-                    f"{beams} beams of {total} tokens exceed the KV pool of {self.cache.capacity_tokens} tokens: "
-                    "lower num_beams or max_tokens, or raise num_blocks or kv_cache_memory"
-                )
+    # --- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that :meth:`admit` has let pass."""
+        """Queue a request that the door has let pass."""
         self._requests.setdefault(request.request_id, []).append(request)
         self.scheduler.add(request)
 

@@ -45,8 +45,7 @@ def following(context):
 
 
 def open_engine(next_token=following, **options):
-    core = scripted_core(next_token=next_token, **{"num_blocks": 200, **options})
-    core.runner.vocab_size = VOCAB
+    core = scripted_core(next_token=next_token, vocab_size=VOCAB, **{"num_blocks": 200, **options})
     return Engine(core, CharTokenizer(), EngineConfig("scripted"), eos_token_ids=[EOS])
 
 

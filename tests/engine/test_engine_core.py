@@ -15,7 +15,7 @@ from paged_backend.testing import ScriptedRunner, mixing_next_token, scripted_co
 def make(core, name, prompt, max_tokens=8, **kwargs) -> Request:
     stop_ids = kwargs.pop("stop_ids", ())
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0, **kwargs}).resolved()
-    core.admit(prompt, params.n)
+    core.door.admit(prompt, params.n)
     request = Request(name, prompt, params, seed=params.seed or 0, stop_ids=stop_ids)
     core.add(request)
     return request
@@ -164,7 +164,7 @@ def test_every_stop_id_ends_the_output_and_is_part_of_it():
 
 def test_a_step_that_fails_hurts_only_the_request_that_fails_alone():
     # vllm #27194, #23517: one bad request killed the engine
-    core = scripted_core(200)
+    core = scripted_core(200, vocab_size=10**6, next_token=mixing_next_token(1000))
     items = prompts(4, 5)
     for i, prompt in enumerate(items):
         make(core, str(i), prompt, max_tokens=10)
@@ -174,7 +174,6 @@ def test_a_step_that_fails_hurts_only_the_request_that_fails_alone():
             raise RuntimeError("kernel fault")
 
     core.runner.before_run = fault
-    core.runner.vocab_size = 10**6
     make(core, "bad", [1, 777_777, 2], max_tokens=10)
     results = drain(core)
     _, reason, error = results["bad", 0]
