@@ -87,10 +87,8 @@ class Recorder(Launcher):
         super().__init__(False, capability, 132)
         self.launches: list[Launch] = []
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3
-    ) -> None:
-        self.launches.append(Launch(kernel, args, {"num_warps": num_warps, "num_stages": num_stages}))
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: int) -> None:
+        self.launches.append(Launch(kernel, args, options))
 
 
 def compile_launch(launch: Launch, target: Target, case: str) -> Compiled:
@@ -98,7 +96,7 @@ def compile_launch(launch: Launch, target: Target, case: str) -> Compiled:
     source = _source(launch)
     options = dict(launch.options)
     if target.backend == "hip":  # a wave has twice the threads of a warp
-        options["num_stages"] = min(options["num_stages"], 2)
+        options["num_stages"] = min(options.get("num_stages", 2), 2)
     compiled = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
     if target.backend == "cuda":
         registers, spills = _ptxas(compiled.asm["ptx"], target)

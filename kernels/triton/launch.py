@@ -14,7 +14,7 @@ from paged_backend.kernels.triton import activation as activation_kernels
 from paged_backend.kernels.triton import attention as attention_kernels
 from paged_backend.kernels.triton import attention_merge, copy_blocks, int_matmul, norm, rotary, sampling
 from paged_backend.kernels.triton.quantize import IntWeights
-from paged_backend.kernels.triton.tiles import SEGMENT, attention_tiles, matmul_tiles, pow2, short_rows
+from paged_backend.kernels.triton.tiles import SEGMENT, Tiles, attention_tiles, matmul_tiles, pow2, short_rows
 from torch import Tensor
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -52,11 +52,15 @@ class Launcher:
         major, minor = torch.cuda.get_device_capability(device)
         return cls(False, 10 * major + minor if torch.version.hip is None else 0, processors)
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3
-    ) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: int) -> None:
         """Run ``kernel`` once for each index of ``grid``; the one place where that happens."""
-        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **options)
+
+    def _options(self, tiles: Tiles) -> dict[str, int]:
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        if tiles.registers is not None and self.capability:
+            options["maxnreg"] = tiles.registers
+        return options
 
     def _wide(self, dtype: torch.dtype) -> Any:
         """The dtype that products of ``dtype`` are taken in. The interpreter knows bfloat16 as bits only."""
@@ -140,7 +144,7 @@ class Launcher:
                 scale, softcap or 0.0, window or 0,
                 heads, groups, group, d, max(16, pow2(d)), block_size, tiles.block_m, tiles.block_n, SEGMENT,
                 most_short, short, *flags, self._wide(q.dtype), _TYPES[q.dtype],
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+                **self._options(tiles),
             )  # fmt: skip
             if short:
                 self.launch(attention_merge.attention_merge, (places, heads), 
@@ -160,7 +164,7 @@ class Launcher:
                 x, weights.numbers, weights.scale, weights.scale if weights.minimum is None else weights.minimum,
                 weights.scale if bias is None else bias, out, rows, n, k,
                 weights.bits, bias is not None, tiles.block_m, tiles.block_n, tiles.block_k,
-                self._wide(x.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+                self._wide(x.dtype), **self._options(tiles),
             )  # fmt: skip
         return out
 

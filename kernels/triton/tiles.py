@@ -18,13 +18,18 @@ SEGMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """One launch configuration. block_m rows, block_n columns, block_k the inner dimension (0: not tiled)."""
+    """One launch configuration. block_m rows, block_n columns, block_k the inner dimension (0: not tiled).
+
+    registers: what a thread may have (NVIDIA). Left to itself (None), ptxas may choose fewer so that more programs
+    fit at once, and spill what is then too much.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 def pow2(n: int) -> int:
@@ -50,9 +55,9 @@ def attention_tiles(
     small = head_dim <= 128
     if dtype == torch.float32:
         if short and small and kv_dtype == dtype:
-            return Tiles(short_rows(group), 32, 0, 4, 2)
+            return Tiles(short_rows(group), 32, 0, 4, 2, 255)
         # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
-        return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1)
+        return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1, 255)
     if short:
         return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5)
     rows = max(128 if small else 64, pow2(group))
