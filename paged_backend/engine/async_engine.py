@@ -8,12 +8,9 @@ release the GIL). A stop string found in the text ends its sample one step later
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
-import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,15 +18,14 @@ from typing import Any, TypeVar
 
 from paged_backend.config import EngineConfig
 from paged_backend.constrain.grammar import GrammarCompiler
-from paged_backend.constrain.options import StructuredOutputs
 from paged_backend.engine.engine import EngineCore, Update
-from paged_backend.engine.inputs import Prompt, check_token_options, encode_prompt
-from paged_backend.engine.output_processor import CompletionState
+from paged_backend.engine.inputs import Prompt
+from paged_backend.engine.intake import Intake
 from paged_backend.engine.request import Request
 from paged_backend.engine.stats import EngineStats
 from paged_backend.engine.stream import RequestHandle, RequestState
 from paged_backend.errors import EngineClosedError, RequestFailedError, RequestRejectedError
-from paged_backend.outputs import RequestMetrics, RequestOutput
+from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 
 logger = logging.getLogger("paged_backend")
@@ -58,11 +54,12 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.generation_config = dict(generation_config or {})
         self.grammars = GrammarCompiler(tokenizer, self.eos_token_ids)
+        self._intake = Intake(
+            core.door, tokenizer, self.grammars, self.eos_token_ids, self.generation_config, config.seed
+        )
         self._core = core
         self._block_bytes = block_bytes
         self._on_release = on_release
-        self._ids = itertools.count()
-        self._seeds = itertools.count(config.seed) if config.seed is not None else None
         self._states: dict[str, RequestState] = {}
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -116,7 +113,9 @@ class Engine:
         affected.
         """
         self._ensure_open()
-        made = self._prepare(prompt, params or SamplingParams(), request_id, resume_output_ids, cache_salt)
+        made = self._intake.prepare(
+            prompt, params or SamplingParams(), request_id, resume_output_ids, cache_salt
+        )
         return self._enqueue([made])[0]
 
     def submit_many(
@@ -128,7 +127,7 @@ class Engine:
         """Queue several at once, so that the first step sees all of them. Every one is checked before any is queued."""
         self._ensure_open()
         ids = request_ids or [None] * len(prompts)
-        return self._enqueue([self._prepare(*item) for item in zip(prompts, params, ids)])
+        return self._enqueue([self._intake.prepare(*item) for item in zip(prompts, params, ids)])
 
     def _enqueue(self, made: Sequence[tuple[list[Request], RequestState]]) -> list[RequestHandle]:
         if len({state.request_id for _, state in made}) < len(made):
@@ -147,77 +146,6 @@ class Engine:
         self._states.update((state.request_id, state) for _, state in made)
         self._post(add)
         return [RequestHandle(state, self.abort) for _, state in made]
-
-    def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None,
-        resume: Mapping[int, Sequence[int]] | None = None,
-        cache_salt: str | None = None,
-    ) -> tuple[list[Request], RequestState]:
-        request_id = request_id or f"request-{next(self._ids)}"
-        params = params.resolved(self.generation_config)
-        text, token_ids = encode_prompt(prompt, self.tokenizer)
-        beams = params.beam_search.num_beams if params.beam_search is not None else 0
-        self._core.door.admit(token_ids, params.n, beams, params.max_tokens or 1)
-        bad_words = check_token_options(params, self.tokenizer, self._core.runner.vocab_size)
-        stop_ids = (() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ())
-        max_tokens = min(params.max_tokens or 1, self._core.door.longest_request() - len(token_ids))
-        constraint = None
-        if params.structured_outputs is not None:
-            ignored = self.eos_token_ids if params.ignore_eos else ()
-            grammar = self.grammars.compile(StructuredOutputs.coerce(params.structured_outputs))
-            constraint = grammar.open(max_tokens, stop_ids, ignored)
-        seed = params.seed
-        if seed is None:
-            seed = next(self._seeds) if self._seeds is not None else secrets.randbits(62)
-        now = time.monotonic()
-        request = Request(
-            request_id,
-            token_ids,
-            params,
-            seed=seed,
-            stop_ids=stop_ids,
-            bad_words_ids=bad_words,
-            max_tokens=max_tokens,
-            namespace=() if cache_salt is None else (("salt", cache_salt),),
-            arrival_time=now,
-        )
-        request.constraint = constraint
-        completions = [
-            CompletionState(i, params, self.tokenizer, token_ids, stop_ids) for i in range(params.n)
-        ]
-        requests = [request]
-        if resume is not None:
-            self._check_resume(resume, params, max_tokens)
-            requests = [request.resumed(index, output) for index, output in sorted(resume.items())]
-            for completion in completions:
-                if completion.index in resume:
-                    completion.resume(resume[completion.index])
-                else:
-                    completion.finish("stop")
-        state = RequestState(
-            request_id, text, token_ids, params, completions, self.tokenizer, RequestMetrics(now)
-        )
-        return requests, state
-
-    def _check_resume(
-        self, resume: Mapping[int, Sequence[int]], params: SamplingParams, max_tokens: int
-    ) -> None:
-        if params.beam_search is not None or params.prompt_logprobs is not None:
-            raise RequestRejectedError("resume_output_ids excludes beam_search and prompt_logprobs")
-        if not resume or not all(0 <= index < params.n for index in resume):
-            raise RequestRejectedError(
-                f"resume_output_ids must name samples below n={params.n}, got {list(resume)}"
-            )
-        for output in resume.values():
-            if len(output) >= max_tokens:
-                raise RequestRejectedError(
-                    f"resume_output_ids has {len(output)} tokens of at most {max_tokens}: nothing is left to generate"
-                )
-            if output and not 0 <= min(output) <= max(output) < self._core.runner.vocab_size:
-                raise RequestRejectedError("resume_output_ids has an id outside the vocabulary")
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None

@@ -44,9 +44,9 @@ def following(context):
     return last + 1 if ord("a") <= last < ord("z") else ord("a")
 
 
-def open_engine(next_token=following, **options):
+def open_engine(next_token=following, tokenizer=None, **options):
     core = scripted_core(next_token=next_token, vocab_size=VOCAB, **{"num_blocks": 200, **options})
-    return Engine(core, CharTokenizer(), EngineConfig("scripted"), eos_token_ids=[EOS])
+    return Engine(core, tokenizer or CharTokenizer(), EngineConfig("scripted"), eos_token_ids=[EOS])
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_when_bookkeeping_raises_waiters_get_the_error_and_health_says_degraded(
         assert engine.submit("a", GREEDY).result(20).outputs[0].text == "bcdef"
 
 
-def test_a_detokenizer_that_raises_fails_its_request_only(engine):
+def test_a_detokenizer_that_raises_fails_its_request_only():
     decode = CharTokenizer.decode
 
     class Broken(CharTokenizer):
@@ -314,12 +314,12 @@ def test_a_detokenizer_that_raises_fails_its_request_only(engine):
                 raise RuntimeError("cannot decode q")
             return decode(self, ids, skip_special_tokens)
 
-    engine.tokenizer = Broken()
-    bad = engine.submit("p", SamplingParams(temperature=0, max_tokens=400))
-    good = engine.submit("a", GREEDY)
-    with pytest.raises(RequestFailedError, match="cannot decode q"):
-        bad.result(20)
-    assert good.result(20).outputs[0].text == "bcdef"
+    with open_engine(tokenizer=Broken()) as engine:
+        bad = engine.submit("p", SamplingParams(temperature=0, max_tokens=400))
+        good = engine.submit("a", GREEDY)
+        with pytest.raises(RequestFailedError, match="cannot decode q"):
+            bad.result(20)
+        assert good.result(20).outputs[0].text == "bcdef"
 
 
 def test_many_threads_submit_at_once(engine):
