@@ -59,11 +59,11 @@ def attention_tiles(
         # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
         return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1, 255)
     if short:
-        return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5)
+        return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5, 255)
     rows = max(128 if small else 64, pow2(group))
-    if capability < 90:
-        return Tiles(rows, 32, 0, 8 if capability else 4, 3)
-    return Tiles(rows, 64, 0, 8, 3)
+    if not 90 <= capability < 120:  # from 120 on: consumer cards, with the shared memory of those before 90
+        return Tiles(rows, 32, 0, 8 if capability else 4, 3, None if small else 255)
+    return Tiles(rows, 64, 0, 8, 3, None if small else 255)
 
 
 def matmul_tiles(dtype: torch.dtype, rows: int) -> Tiles:

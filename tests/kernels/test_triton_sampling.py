@@ -37,8 +37,7 @@ def resolved(**options: float) -> SamplingParams:
     return SamplingParams(**options).resolved({})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("vocab", [7, 200])
-def test_the_same_noise_draws_the_same_token(vocab: int) -> None:
+def test_the_same_noise_draws_the_same_token() -> None:
     choice = random.Random(0)
     params = [
         resolved(
@@ -49,7 +48,7 @@ def test_the_same_noise_draws_the_same_token(vocab: int) -> None:
         )
         for _ in range(10)
     ]
-    logits = torch.randn(len(params), vocab) * 3
+    logits = torch.randn(len(params), 90) * 3
     logits[3:5] = logits[3:5].round()  # ties, at every edge
     logits[5, 1:] = float("-inf")
     ours, theirs = draw(logits, params, list(range(len(params))))
