@@ -179,7 +179,7 @@ def _attention(
         cache = LayerCache(_empty(64, groups, dim, 16, dtype=kv), _empty(64, groups, 16, dim, dtype=kv))
         sinks = _empty(groups * group) if options.get("sinks") else None
         q = _empty(tokens, groups * group, dim, dtype=dtype)
-        plan = AttentionPlan(inputs, tokens, 1000)  # many queries: both classes of tiles
+        plan = AttentionPlan(inputs, (1, tokens), 1000)  # both classes of tiles
         return launcher.attention(plan, q, cache, 0.1, options.get("window"), options.get("softcap"), sinks)
 
     return run

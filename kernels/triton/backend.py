@@ -47,11 +47,11 @@ class IntLinear(PackedLinear):
 class SizedInputs(AttentionInputs):
     """AttentionInputs whose sizes the host knows, so that planning reads nothing back from the device.
 
-    most_queries, longest: at least the largest number of queries and the largest context length of a sequence. They
-    bound the work that is launched, and nothing of the result depends on them.
+    query_counts: the numbers of queries that sequences of this step have, each once, in any order; more may be named.
+    longest: at least the largest context length. Both bound the work that is launched; no result depends on them.
     """
 
-    most_queries: int
+    query_counts: tuple[int, ...]
     longest: int
 
 
@@ -153,10 +153,9 @@ class TritonKernels(Kernels):
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Sizes of the launches. Inputs that are no :class:`SizedInputs` are read back from the device for it."""
         if isinstance(inputs, SizedInputs):
-            return AttentionPlan(inputs, inputs.most_queries, inputs.longest)
-        queries = inputs.query_start_loc.diff()
-        most = int(queries.max()) if len(queries) else 0
-        return AttentionPlan(inputs, most, int(inputs.seq_lens.max()) if most else 0)
+            return AttentionPlan(inputs, inputs.query_counts, inputs.longest)
+        counts = tuple(set(inputs.query_start_loc.diff().tolist()))
+        return AttentionPlan(inputs, counts, max(inputs.seq_lens.tolist(), default=0))
 
     def paged_attention(
         self,

@@ -26,10 +26,10 @@ _ACTIVATION_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """most_queries, longest: bounds of the queries and of the context of a sequence in this step."""
+    """query_counts: how many queries sequences may have in this step. longest: bound of their contexts."""
 
     inputs: AttentionInputs
-    most_queries: int
+    query_counts: tuple[int, ...]
     longest: int
 
 
@@ -124,9 +124,9 @@ class Launcher:
         inputs = plan.inputs
         flags = (window is not None, softcap is not None, sinks is not None)
         segments = triton.cdiv(plan.longest, SEGMENT)
-        short_queries = min(plan.most_queries, most_short)
+        short_queries = max((n for n in plan.query_counts if n <= most_short), default=0)
         for short in (True, False):
-            if not short and plan.most_queries <= most_short:
+            if not (short_queries if short else max(plan.query_counts) > most_short):
                 continue
             tiles = attention_tiles(q.dtype, cache.key.dtype, d, group, short, self.capability)
             programs = tokens // (tiles.block_m // group) + sequences

@@ -83,8 +83,8 @@ class DeviceRunner:
         mine = [i for i, ok in enumerate(alone) if ok]
         arrays["picks"] = np.array([picks[i] for i in mine], np.int64)
         tensors = self._staging.send(arrays | sampling_columns([rows[i] for i in mine]))
-        most = max(len(work.piece.token_ids) for work in works)
-        logits = self._forward(tensors, tensors["logit_rows"], most, longest)
+        counts = tuple({len(work.piece.token_ids) for work in works})
+        logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
         sampled: list[Sampled | Exception | None] = [None] * len(rows)
         if mine:
             whole = arrays["picks"].tolist() == list(range(logits.shape[0]))
@@ -115,13 +115,15 @@ class DeviceRunner:
             results.append(Result([next(drawn) for _ in work.rows], scores))
         return results
 
-    def _forward(self, tensors: dict[str, Tensor], logit_rows: Tensor, most: int, longest: int) -> Tensor:
+    def _forward(
+        self, tensors: dict[str, Tensor], logit_rows: Tensor, counts: tuple[int, ...], longest: int
+    ) -> Tensor:
         attention = SizedInputs(
             tensors["query_start_loc"],
             tensors["seq_lens"],
             tensors["block_table"],
             tensors["slot_mapping"],
-            most_queries=most,
+            query_counts=counts,
             longest=longest,
         )
         return self.model.forward(
@@ -134,7 +136,7 @@ class DeviceRunner:
     def _decode(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """What a graph does: one token of each row, its logits, its draw."""
         rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
-        return (self._draw(self._forward(tensors, rows, 1, longest), tensors),)
+        return (self._draw(self._forward(tensors, rows, (1,), longest), tensors),)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -202,7 +202,7 @@ def test_sizes_that_the_host_knows_need_not_be_tight() -> None:
         inputs.seq_lens,
         inputs.block_table,
         inputs.slot_mapping,
-        most_queries=3,
+        query_counts=(1, 3, 900),
         longest=5000,
     )
     tight = kernels.paged_attention(kernels.plan(inputs), q, pool.cache, 0.2)
