@@ -38,6 +38,7 @@ TEXTS = [
     "e\u0301 composed and \u00e9; \u2581 the underline; \x00\x7f",
     "mixedCASEWords HTTPServer __init__ 12ab34",
     "🌶️🌶️",
+    "\n".join(CORPUS),  # long enough for the call that lets other threads run
 ]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
