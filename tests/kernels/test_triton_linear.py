@@ -49,13 +49,13 @@ def test_integer_weights_multiply_like_what_they_stand_for(n: int, k: int, dtype
 def test_integer_products_on_the_grid_of_the_c_kernels(n: int, k: int, dtype: str, activations: str) -> None:
     kernels = TritonKernels("cpu", activations)
     _, packed, stored, bias = _packed(kernels, n, k, dtype)
-    unit = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-10}[activations]
+    unit = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[activations]  # the interpreter truncates
     for m in (1, 2, 7, 16, 17, 33, 150):
         x = torch.randn(m, k).to(kernels.dtype)
         expected = x.double() @ stored.double().T + bias
         bound = x.abs().double() @ stored.abs().double().T + bias.abs()
-        # a product is off by what its weights and its result were rounded by
-        assert ((kernels.linear(x, packed) - expected).abs() <= 2 * unit * bound + 1e-9).all()
+        # a product is off by what its weights, those it is compared with and its result were rounded by
+        assert ((kernels.linear(x, packed) - expected).abs() <= 2.5 * unit * bound + 1e-9).all()
 
 
 @pytest.mark.parametrize("activations", ["bfloat16", "float16"])
