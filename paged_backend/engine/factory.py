@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from paged_backend.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from paged_backend.kernels.base import Kernels
+    from paged_backend.models.checkpoint import Checkpoint
     from paged_backend.models.loading import LoadedModel
 
 logger = logging.getLogger("paged_backend")
@@ -28,13 +30,16 @@ logger = logging.getLogger("paged_backend")
 
 def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
     """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
-    from paged_backend.models.loading import load_model
+    from paged_backend.models.loading import build_model, load_checkpoint, resolve_model
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels = kernels_for(config)
-    model = load_model(config, kernels)
-    return start_engine(config, kernels, model, _tokenizer(config, model), on_release)
+    checkpoint = load_checkpoint(resolve_model(config.model), kernels.expand_gguf)
+    with ThreadPoolExecutor(1, "paged_backend-tokenizer") as beside:  # weights are packed in C meanwhile
+        tokenizer = beside.submit(_tokenizer, config, checkpoint)
+        model = build_model(config, kernels, checkpoint)
+        return start_engine(config, kernels, model, tokenizer.result(), on_release)
 
 
 def kernels_for(config: EngineConfig) -> Kernels:
@@ -100,16 +105,17 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
     )
 
 
-def _tokenizer(config: EngineConfig, model: LoadedModel) -> Any:
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
     """The model's tokenizer; None, said once, for a folder that brings none (token ids still work)."""
     from paged_backend.tokenizer import load_tokenizer
 
-    folder = Path(model.tokenizer_source)
+    source = config.tokenizer or checkpoint.tokenizer_source
+    folder = Path(source)
     files = ("tokenizer*", "vocab*", "spiece.model", "*.gguf")
     if config.tokenizer is None and folder.is_dir() and not any(any(folder.glob(name)) for name in files):
         logger.warning("%s has no tokenizer files: prompts must be token ids", folder)
         return None
-    return load_tokenizer(model.tokenizer_source, model.checkpoint)
+    return load_tokenizer(source, checkpoint)
 
 
 def sliding_window(spec: DecoderSpec) -> int | None:
