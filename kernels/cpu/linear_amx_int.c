@@ -58,12 +58,10 @@ static void configure(int rows) {
 #define ZERO(i) _tile_zero(i);
 #define LOAD(i) _tile_loadd(i, sums + i / 3 * TILE_ROWS * NR + i % 3 * 16, NR * 4);
 #define STORE(i) _tile_stored(i, sums + i / 3 * TILE_ROWS * NR + i % 3 * 16, NR * 4);
-#define COLUMN(low, high) \
-    _tile_loadd(6, b + 64 * low, NR * 4); \
-    _tile_loadd(7, a, 64); \
-    _tile_dpbssd(low, 7, 6); \
-    _tile_loadd(7, a + TILE_BYTES, 64); \
-    _tile_dpbssd(high, 7, 6);
+#define LOW_HALF _tile_loadd(7, a, 64);
+#define HIGH_HALF _tile_loadd(7, a + TILE_BYTES, 64);
+#define WEIGHTS(column) _tile_loadd(6, b + 64 * column, NR * 4);
+#define MULTIPLY(sum) _tile_dpbssd(sum, 7, 6);
 
 /* Column v of one step, expanded. */
 INLINE void expand_column(char *out, const char *groups, int v) {
@@ -95,11 +93,12 @@ INLINE void multiply(const char *a, char *b, const char *groups, int64_t steps, 
             groups += INT_STEP / GROUP * INT4_GROUP_BYTES;
             expand_column(b + B_STEP_BYTES, groups, 0);
         }
-        COLUMN(0, 3)
+        /* to and fro, so that each column begins with the half that the one before ended with */
+        WEIGHTS(0) LOW_HALF MULTIPLY(0) HIGH_HALF MULTIPLY(3)
         if (more) expand_column(b + B_STEP_BYTES, groups, 1);
-        COLUMN(1, 4)
+        WEIGHTS(1) MULTIPLY(4) LOW_HALF MULTIPLY(1)
         if (more) expand_column(b + B_STEP_BYTES, groups, 2);
-        COLUMN(2, 5)
+        WEIGHTS(2) MULTIPLY(2) HIGH_HALF MULTIPLY(5)
     }
     EACH_SUM(STORE)
 }
