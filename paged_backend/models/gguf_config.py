@@ -31,7 +31,7 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|
 
 
 class _Keys:
-    """Metadata of one architecture: ``keys.need("block_count")`` reads ``llama.block_count``."""
+    """Metadata of one architecture: ``keys.count("block_count")`` reads ``llama.block_count``."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._metadata, self._prefix = file.metadata, architecture
@@ -56,6 +56,24 @@ class _Keys:
             )
         return value
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0; needed if there is no default."""
+        value = self.need(name) if default is None else self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if default == 0 else 1):
+            raise ModelLoadError(
+                f"{self._prefix}.{name} is {value!r}, not a count; the file is damaged or its converter was faulty"
+            )
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; needed if there is no default."""
+        value = self.need(name) if default is None else self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelLoadError(
+                f"{self._prefix}.{name} is {value!r}, not a number; the file is damaged or its converter was faulty"
+            )
+        return value
+
 
 def build_config(files: Sequence[GGUFFile]) -> dict[str, Any]:
     """A dict like Hugging Face's ``config.json``.
@@ -71,35 +89,35 @@ def build_config(files: Sequence[GGUFFile]) -> dict[str, Any]:
             f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(sorted(_HF_NAMES))}"
         )
     keys = _Keys(file, architecture)
-    if keys.get("expert_count", 0):
+    if keys.count("expert_count", 0):
         raise UnsupportedModelError(
             f"{architecture} with {keys.get('expert_count')} experts (mixture of experts) is not supported"
         )
     if "token_embd.weight" not in tensors:
         raise ModelLoadError("tensor 'token_embd.weight' is missing")
-    window = keys.get("attention.sliding_window")
+    window = keys.count("attention.sliding_window", 0)
     family = "mistral" if architecture == "llama" and window else architecture
     model_type, class_name = _HF_NAMES[family]
-    hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
-    rotary = keys.get("rope.dimension_count")
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    rotary = keys.count("rope.dimension_count", 0)
     head_dim = (
-        keys.get("attention.key_length")
+        keys.count("attention.key_length", 0)
         or (rotary if architecture in ("llama", "mistral") else 0)
-        or hidden // heads
+        or max(1, hidden // heads)
     )
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": tensors["token_embd.weight"][1].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.need("feed_forward_length"),
-        "num_hidden_layers": keys.need("block_count"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": keys.need("context_length"),
-        "rope_theta": keys.get("rope.freq_base", 1_000_000.0 if architecture == "gemma3" else 10_000.0),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.count("context_length"),
+        "rope_theta": keys.number("rope.freq_base", 1_000_000.0 if architecture == "gemma3" else 10_000.0),
         "rope_scaling": None,
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -118,7 +136,7 @@ def build_config(files: Sequence[GGUFFile]) -> dict[str, Any]:
     elif family == "qwen3":
         config.update(use_sliding_window=False, attention_bias="blk.0.attn_q.bias" in tensors)
     elif family == "phi3":
-        original = keys.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+        original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
         config.update(
             sliding_window=window or None,
             original_max_position_embeddings=original,
@@ -147,7 +165,7 @@ def _gemma(config: dict[str, Any], keys: _Keys, architecture: str, window: int |
     else:
         config["attn_logit_softcapping"] = keys.get("attn_logit_softcapping")
         config["final_logit_softcapping"] = keys.get("final_logit_softcapping")
-        config["rope_local_base_freq"] = keys.get("rope.freq_base_swa", 10_000.0)
+        config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
     config["sliding_window"] = window or None
     pattern = keys.get("attention.sliding_window_pattern", 2 if architecture == "gemma2" else 6)
     if isinstance(pattern, np.ndarray):
@@ -187,7 +205,7 @@ def _rope_scaling(keys: _Keys, tensors: dict[str, Any], config: dict[str, Any]) 
             "rope_type": "yarn",
             "type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": keys.get("rope.scaling.original_context_length", longest),
+            "original_max_position_embeddings": keys.count("rope.scaling.original_context_length", longest),
         }
         for name, key in (
             ("attention_factor", "attn_factor"),
