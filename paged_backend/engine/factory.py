@@ -14,6 +14,7 @@ import torch
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.chunking import chunk_cost
 from paged_backend.engine.engine import EngineCore, Runner
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import UnsupportedModelError
@@ -67,7 +68,10 @@ def start_engine(
         num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
     )
     scheduler = Scheduler(
-        cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunk_cost=chunk_cost(model.spec),
     )
     return Engine(
         EngineCore(runner, cache, scheduler, model.max_model_len),

@@ -2,6 +2,7 @@
 
 A step takes running decodes first, then running prefill chunks, then new requests, always oldest first, where
 "older" is smaller (priority, arrival). There are no phases: each request's computed tokens chase its known tokens.
+Chunks deep in a long prompt are smaller, as their attention costs more (see ``chunking``).
 
 A request is admitted if the pool can hold what it and the running ones are expected to grow to (see ``admission``);
 when that guess fails, preemption covers it.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.admission import FuturePeak, OutputLengths
+from paged_backend.engine.chunking import NO_CONTEXT_COST, ChunkCost
 from paged_backend.engine.request import Request, Status
 
 LOOK_AHEAD = 8
@@ -48,8 +50,10 @@ class Scheduler:
         max_num_batched_tokens: int = 512,
         max_skips: int = 32,
         max_overtakes: int = 256,
+        chunk_cost: ChunkCost = NO_CONTEXT_COST,
     ) -> None:
         self.cache = cache
+        self.chunk_cost = chunk_cost
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_skips = max_skips
@@ -111,15 +115,16 @@ class Scheduler:
         decodes = [r for r in self.running if r.num_pending == 1]
         prefills = [r for r in self.running if r.num_pending > 1]
         for request in decodes + prefills:
-            count = min(request.num_pending, budget)
-            if count == 0:
+            if budget <= 0:
                 break
+            count = self.chunk_cost.chunk(request.num_pending, request.num_computed, budget)
             if request.status is not Status.RUNNING:
                 continue  # an older request has just taken its blocks
             freed = self._make_room(request, request.num_computed + count, picked)
             if freed is not None:  # else it stalls, keeping its blocks, until an older request has finished
                 picked[request] = count
-                budget += freed - count
+                cost = 1 if count == 1 else self.chunk_cost.cost(count, request.num_computed)
+                budget += freed - cost
         if self.waiting and budget > 0 and not self._preempted_now:
             self._admit(picked, budget)
         if not picked and self.waiting:
@@ -194,7 +199,7 @@ class Scheduler:
             self._overtake(request)
             peak = None
             picked[request] = count
-            budget -= count
+            budget -= self.chunk_cost.cost(count, request.num_computed)
             seats -= request.seats
 
     def _resume_oldest(self, picked: dict[Request, int], budget: int) -> None:
@@ -216,7 +221,7 @@ class Scheduler:
         """
         cache = self.cache
         computed = (len(request.table) + len(hits)) * cache.block_size
-        count = min(len(request.token_ids) - computed, budget)
+        count = self.chunk_cost.chunk(len(request.token_ids) - computed, computed, budget)
         revived = sum(1 for b in hits if b and cache.pool.is_free(b))
         need = cache.blocks_for(computed + count) - len(request.table) - len(hits) + revived
         while need > cache.pool.num_free:
