@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 
 import torch
 from torch import Tensor
@@ -19,19 +20,22 @@ _LINE = 64
 
 
 class Arena:
-    """Zero-filled byte tensors, never given back one by one: a chunk is freed when the last tensor in it is."""
+    """Zero-filled byte tensors, never given back one by one: a chunk is freed when the last tensor in it is. Safe from
+    any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def zeros(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], aligned to a cache line. Raises MemoryError."""
-        if nbytes > self._chunk.numel() - self._used:
-            self._chunk, self._used = _map(max(nbytes, _CHUNK)), 0
-        start = self._used
-        self._used += -(-nbytes // _LINE) * _LINE
-        return self._chunk[start : start + nbytes]
+        with self._lock:
+            if nbytes > self._chunk.numel() - self._used:
+                self._chunk, self._used = _map(max(nbytes, _CHUNK)), 0
+            start = self._used
+            self._used += -(-nbytes // _LINE) * _LINE
+            return self._chunk[start : start + nbytes]
 
 
 def _map(nbytes: int) -> Tensor:
