@@ -46,6 +46,20 @@ def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int])
         assert torch.equal(kernels.linear(x[rows], packed), whole[rows])
 
 
+def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(kernels: CpuKernels) -> None:
+    x, weight = torch.randn(20, 70), torch.randn(60, 70)
+    highest, medium = (CpuKernels(1, matmul_precision=name) for name in ("highest", "medium"))
+    packed = highest.pack_linear([weight], dtype="bfloat16")
+    padded = highest.pack_linear([torch.ones(48, 1)], dtype="bfloat16").nbytes()
+    if padded == 48 * 32 * 2:  # the matrix unit takes 32 inputs at a time, so its panels are padded to that
+        torch.testing.assert_close(
+            medium.linear(x, packed), highest.linear(x.bfloat16().float(), packed), rtol=1e-5, atol=1e-5
+        )
+        assert not torch.equal(medium.linear(x, packed), highest.linear(x, packed))
+    else:
+        assert torch.equal(medium.linear(x, packed), highest.linear(x, packed))
+
+
 def test_infinities_and_nans_stay(precise: tuple[CpuKernels, int]) -> None:
     kernels, _ = precise
     x = torch.ones(3, 40)
