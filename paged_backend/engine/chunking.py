@@ -45,9 +45,11 @@ NO_CONTEXT_COST = ChunkCost()
 def chunk_cost(spec: DecoderSpec) -> ChunkCost:
     """The costs of a model: multiplications of attention per token of context over those of the weights per token.
 
-    Layers with a sliding window count as free: what they attend to is bounded.
+    Layers with a sliding window count as free: what they attend to is bounded. An MLP of unknown size (a module of
+    transformers') counts as the usual eight times the square of the hidden size.
     """
     attended = 2 * spec.num_heads * spec.head_dim * sum(1 for window in spec.windows if window is None)
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    weights = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    mlp = 3 * spec.intermediate_size or 8 * spec.hidden_size
+    weights = spec.num_layers * spec.hidden_size * (heads + mlp)
     return ChunkCost(attended / (weights * _ATTENTION_PACE))

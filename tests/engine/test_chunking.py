@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,3 +85,5 @@ def test_layers_with_a_window_do_not_count_as_attention():
     # 2 * 4 * 16 multiplications per token of context and layer; 64 * (192 + 384) for the weights of one
     assert full.context_weight == 2 * 128 / (64 * 576)
     assert chunk_cost(spec_from_config({**config, "sliding_window": 64})).context_weight == 0.0
+    unknown = dataclasses.replace(spec_from_config({**config, "sliding_window": None}), intermediate_size=0)
+    assert chunk_cost(unknown).context_weight == 2 * 128 / (64 * (192 + 8 * 64))
