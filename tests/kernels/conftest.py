@@ -21,13 +21,20 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The matrix unit multiplies weights only: without it, everything else is the native build again."""
-    items[:] = [i for i in items if "no-matrix-unit" not in i.name or i.path.name == "test_cpu_linear.py"]
+    of_weights = ("test_cpu_linear.py", "test_matmul_precision.py")
+    items[:] = [i for i in items if "no-matrix-unit" not in i.name or i.path.name in of_weights]
 
 
 @pytest.fixture(scope="session", params=_builds().values(), ids=_builds().keys())
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+def library(request: pytest.FixtureRequest) -> Path:
+    """One build."""
+    return build(request.param)
+
+
+@pytest.fixture(scope="session")
+def kernels(library: Path) -> CpuKernels:
     """One build with one thread; a test that wants more sets ``threads`` through ``threads``."""
-    return CpuKernels(1, build(request.param))
+    return CpuKernels(1, library)
 
 
 @pytest.fixture

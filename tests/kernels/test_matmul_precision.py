@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -12,8 +14,8 @@ BITS = {"highest": 24, "high": 16, "medium": 8}
 
 
 @pytest.fixture(scope="module", params=BITS)
-def precise(request: pytest.FixtureRequest, kernels: CpuKernels) -> tuple[CpuKernels, int]:
-    return CpuKernels(2, matmul_precision=request.param), BITS[request.param]
+def precise(request: pytest.FixtureRequest, library: Path) -> tuple[CpuKernels, int]:
+    return CpuKernels(2, library, request.param), BITS[request.param]
 
 
 @pytest.mark.parametrize(("n", "k"), [(5, 7), (100, 37), (250, 129), (577, 192)])
@@ -46,9 +48,9 @@ def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int])
         assert torch.equal(kernels.linear(x[rows], packed), whole[rows])
 
 
-def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(kernels: CpuKernels) -> None:
+def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(library: Path) -> None:
     x, weight = torch.randn(20, 70), torch.randn(60, 70)
-    highest, medium = (CpuKernels(1, matmul_precision=name) for name in ("highest", "medium"))
+    highest, medium = (CpuKernels(1, library, name) for name in ("highest", "medium"))
     packed = highest.pack_linear([weight], dtype="bfloat16")
     padded = highest.pack_linear([torch.ones(48, 1)], dtype="bfloat16").nbytes()
     if padded == 48 * 32 * 2:  # the matrix unit takes 32 inputs at a time, so its panels are padded to that
