@@ -73,7 +73,10 @@ class EngineConfig:
         _one_of("quantization", self.quantization, (None, "int8", "int4"))
         _one_of("matmul_precision", self.matmul_precision, ("highest", "high", "medium"))
         if self.matmul_precision != "highest" and (
-            self.dtype != "bfloat16" or self.quantization or self.through_triton or self.kernels == "reference"
+            self.dtype != "bfloat16"
+            or self.quantization
+            or self.through_triton
+            or self.kernels == "reference"
         ):
             raise ValueError(
                 f"matmul_precision={self.matmul_precision!r} is about products with bfloat16 weights in the C kernels: "

@@ -182,7 +182,9 @@ class SamplingParams:
         _check("temperature", not self.temperature, "0 or not given in a beam search", self.temperature)
         for name in ("logprobs", "prompt_logprobs", "structured_outputs"):
             _check(name, getattr(self, name) is None, "None in a beam search", getattr(self, name))
-        _check("stop", not self.stop, "empty in a beam search: use stop_criteria or stop_token_ids", self.stop)
+        _check(
+            "stop", not self.stop, "empty in a beam search: use stop_criteria or stop_token_ids", self.stop
+        )
 
     def resolved(self, generation_config: Mapping[str, Any] | None = None) -> SamplingParams:
         """Copy with every None of :data:`DEFAULTS`' fields filled: explicit > generation config > default.

@@ -8,12 +8,13 @@ therefore changes the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.engine import EngineCore
 from paged_backend.engine.scheduler import Scheduler
-from paged_backend.runner.model_runner import Result, Work
+from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.sampler import Sampled
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def mixing_next_token(vocab_size: int) -> NextToken:
     return next_token
 
 
-class ScriptedRunner:
+class ScriptedRunner(Runner):
     """next_token: called with a sequence's whole context as read from the cache. window: as in the cache manager."""
 
     def __init__(
@@ -113,12 +114,72 @@ def scripted_core(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     always_check: bool = True,
+    ahead: bool = False,
 ) -> EngineCore:
-    """An :class:`EngineCore` over a scripted runner, checking every invariant after every step."""
-    runner = runner or ScriptedRunner(num_blocks, block_size, vocab_size, next_token, window)
+    """An :class:`EngineCore` over a scripted runner, checking every invariant after every step. ahead: over one that
+    takes the next step before it has computed this one."""
+    kind = AheadRunner if ahead else ScriptedRunner
+    runner = runner or kind(num_blocks, block_size, vocab_size, next_token, window)
     cache = CacheManager(num_blocks, block_size, window, prefix_caching)
     scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     return EngineCore(runner, cache, scheduler, max_model_len, always_check)
+
+
+class AheadRunner(ScriptedRunner):
+    """Computes as late as it may, in the order in which it was asked, like a device with a queue.
+
+    So whatever the engine does between launching a step and asking for its results happens before the step is computed,
+    and stand-ins for tokens become what the step before has drawn.
+    """
+
+    runs_ahead = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._queue: list[Callable[[], None]] = []
+        self._drawn: list[Sampled | Exception] = []
+
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        return self.launch(works)()
+
+    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+        outcome: list[list[Result] | Exception] = []
+
+        def compute() -> None:
+            try:
+                drawn, self._drawn = self._drawn, []
+                for work in works:
+                    work.piece = replace(
+                        work.piece, token_ids=[_known(token, drawn) for token in work.piece.token_ids]
+                    )
+                results = super(AheadRunner, self).run(works)
+                self._drawn = [sampled for result in results for sampled in result.sampled]
+                outcome.append(results)
+            except Exception as error:
+                outcome.append(error)
+
+        def results() -> list[Result]:
+            while not outcome:
+                self._queue.pop(0)()
+            if isinstance(outcome[0], Exception):
+                raise outcome[0]
+            return outcome[0]
+
+        self._queue.append(compute)
+        return results
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._queue.append(lambda: super(AheadRunner, self).copy_blocks(pairs))
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._queue.append(lambda: super(AheadRunner, self).give_back(blocks))
+
+
+def _known(token: int, drawn: Sequence[Sampled | Exception]) -> int:
+    if token >= 0:
+        return token
+    sampled = drawn[-1 - token]
+    return 0 if isinstance(sampled, Exception) else sampled.token_id
 
 
 class ReplyRunner(ScriptedRunner):

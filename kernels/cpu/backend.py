@@ -270,7 +270,9 @@ class CpuKernels(Kernels):
     def expand_gguf(self, raw: np.ndarray, format_id: int, values: int) -> np.ndarray | None:
         raw = np.ascontiguousarray(raw)
         out = np.empty(values, np.float32)
-        known = self._lib.pb_expand_gguf(format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, self.threads)
+        known = self._lib.pb_expand_gguf(
+            format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, self.threads
+        )
         return out if known else None
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:

@@ -174,8 +174,8 @@ class Launcher:
         if rest:
             raise ValueError(f"a block of a layer must be a multiple of 4 bytes, got {tensors[0][0].nbytes}")
         device = tensors[0].device
-        addresses = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
-        ids = torch.tensor(pairs, dtype=torch.int64, device=device)
+        addresses = _sent([t.data_ptr() for t in tensors], device)
+        ids = _sent(pairs, device)
         self.launch(
             copy_blocks.copy_blocks,
             (len(pairs), len(tensors), triton.cdiv(words, _COPY_WORDS)),
@@ -199,6 +199,12 @@ class Launcher:
                 min(_SAMPLE_TOKENS, pow2(v)), num_warps=8,
             )  # fmt: skip
         return tokens
+
+
+def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 on the device, without waiting for what runs there."""
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def token_stride(x: Tensor) -> int:

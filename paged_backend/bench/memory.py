@@ -20,9 +20,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paged_backend.bench.traces import TraceRequest
+from paged_backend.runner.base import Result, Runner
 
 CATEGORIES = ("tokens", "reserved", "internal", "external", "unallocated")
 
@@ -111,17 +112,7 @@ def check_trace(trace: Sequence[TraceRequest], context: int, pool_tokens: int) -
         )
 
 
-class Runner(Protocol):
-    """A model runner that the trace's lengths are laid over; see :class:`ScriptedRunner`."""
-
-    vocab_size: int
-
-    def run(self, works: Sequence[Any]) -> list[Any]: ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-
-class ScriptedRunner:
+class ScriptedRunner(Runner):
     """Ends each request at its trace's length, whatever the model says; the request's seed is its number in the trace.
 
     model: run first, if given, so that the steps are real ones; else no floating point operation is made.
@@ -130,12 +121,11 @@ class ScriptedRunner:
     END = 0
 
     def __init__(self, trace: Sequence[TraceRequest], model: Runner | None = None) -> None:
-        from paged_backend.runner.model_runner import Result
         from paged_backend.runner.sampler import Sampled
 
         self._lengths = [r.output_tokens for r in trace]
         self._model = model
-        self._result, self._sampled = Result, Sampled
+        self._sampled = Sampled
         self.vocab_size = model.vocab_size if model is not None else 32000
         self.computed_tokens = 0
 
@@ -143,7 +133,7 @@ class ScriptedRunner:
         if self._model is not None:
             self._model.run(works)
         self.computed_tokens += sum(len(work.piece.token_ids) for work in works)
-        return [self._result([self._sampled(self._next(row)) for row in work.rows], []) for work in works]
+        return [Result([self._sampled(self._next(row)) for row in work.rows], []) for work in works]
 
     def _next(self, row: Any) -> int:
         done = len(row.output_token_ids) + 1

@@ -38,14 +38,14 @@ def measure_step(running: int, *, waiting: int = 0, steps: int = 200, prompt_tok
     from paged_backend.engine.engine import EngineCore
     from paged_backend.engine.request import Request
     from paged_backend.engine.scheduler import Scheduler
-    from paged_backend.runner.model_runner import Result
+    from paged_backend.runner.base import Result, Runner
     from paged_backend.runner.sampler import Sampled
     from paged_backend.sampling_params import SamplingParams
 
     if running < 1 or waiting < 0 or steps < 1:
         raise ValueError("a measurement needs running >= 1, waiting >= 0 and steps >= 1")
 
-    class Runner:
+    class Instant(Runner):
         vocab_size = 32000
         began = ended = 0.0
 
@@ -76,7 +76,7 @@ def measure_step(running: int, *, waiting: int = 0, steps: int = 200, prompt_tok
     length = prompt_tokens + warm_up + steps + 64
     cache = CacheManager(-(-running * (length + 15) // 16) + 1, 16)
     scheduler = TimedScheduler(cache, max_num_seqs=running + waiting, max_num_batched_tokens=budget)
-    runner = Runner()
+    runner = Instant()
     core = EngineCore(runner, cache, scheduler, length + 1)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=length - prompt_tokens).resolved()
 

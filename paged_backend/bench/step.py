@@ -158,7 +158,9 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
 
     config = EngineConfig.from_options(model, **options)
     if config.through_triton:
-        raise ValueError("step times calls as the host sees them, which on a GPU return at once: use bench device")
+        raise ValueError(
+            "step times calls as the host sees them, which on a GPU return at once: use bench device"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels: Any = kernels_for(config)
@@ -178,7 +180,7 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     )
     core: Any = EngineCore(runner, cache, scheduler, loaded.max_model_len)
     scheduler.schedule = marks.wrap("schedule", scheduler.schedule)
-    core._work = marks.wrap("build work", core._work)
+    core._launch = marks.wrap("build work", core._launch)
     runner.model.forward = marks.wrap("forward", runner.model.forward)
     runner.sampler.sample = marks.wrap("sampler", runner.sampler.sample)
     runner.run = marks.wrap("build batch", runner.run)

@@ -116,7 +116,7 @@ class CacheManager:
             else:
                 self.pool.acquire(block)
             table.block_ids.append(block)
-        table.num_published = len(table)
+            table.num_published = len(table)
 
     def lead(self, table: BlockTable) -> None:
         """Announce that ``table``'s owner computes the rest of its known path now."""

@@ -73,9 +73,12 @@ ENGINE: Mapping[str, Flag] = {
     "kernels": Flag(str, "auto, c (an error if they cannot be built), reference (torch) or triton (GPU)."),
     "quantization": Flag(str, "Weights in int8 or int4 instead of the checkpoint's precision."),
     "matmul_precision": Flag(
-        str, "Of activations times bfloat16 weights on a matrix unit: highest (fp32), high (16 bits), medium (bf16)."
+        str,
+        "Of activations times bfloat16 weights on a matrix unit: highest (fp32), high (16 bits), medium (bf16).",
     ),
-    "kv_cache_dtype": Flag(str, "Keys and values in float32, bfloat16, float16; auto: bfloat16 with quantization."),
+    "kv_cache_dtype": Flag(
+        str, "Keys and values in float32, bfloat16, float16; auto: bfloat16 with quantization."
+    ),
     "max_model_len": Flag(int, "Longest prompt + answer in tokens. Default: the model's context."),
     "block_size": Flag(int, "Tokens per KV block."),
     "num_blocks": Flag(int, "Size of the KV pool in blocks."),

@@ -1,45 +1,33 @@
 """EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
 
-A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. If the model raises,
-each request of the step is run again alone, once; those that fail again get the error, the rest go on (KV writes are
-idempotent, and nothing was published or appended by the failed attempt).
+A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
+computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for the
+host. If the model raises, each request of the step is run again alone, once; those that fail again get the error, the
+rest go on (KV writes are idempotent, and nothing was published or appended by the failed attempt).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.beam_search import BeamGroup, Hypothesis
 from paged_backend.engine.door import Door
+from paged_backend.engine.flight import Flight, Part
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
+from paged_backend.engine.works import work_of
 from paged_backend.errors import RequestFailedError
-from paged_backend.runner.batch import SequenceSlice
-from paged_backend.runner.model_runner import Result, Work
-from paged_backend.runner.sampler import Sampled, SampleRow
+from paged_backend.runner.base import Result, Runner
+from paged_backend.runner.sampler import Sampled
 
 logger = logging.getLogger("paged_backend")
-
-
-class Runner(Protocol):
-    """What the engine needs of a model runner; tests put scripted ones here."""
-
-    vocab_size: int
-
-    def run(self, works: Sequence[Work]) -> list[Result]: ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-    def give_back(self, blocks: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -86,6 +74,7 @@ class EngineCore:
         self.num_failed_steps = 0
         self._requests: dict[str, list[Request]] = {}
         self._masks: ThreadPoolExecutor | None = None
+        self._flight: Flight | None = None  # launched, and not landed yet
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -105,40 +94,92 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._flight is not None or self.scheduler.has_work
 
     # --- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
-        """Run one step and return what it did, in batch order. Empty if there was nothing to do."""
-        picked = self.scheduler.schedule()
-        if not picked:
+        """Finish one step and return what it did, in batch order. Empty if there was nothing to do."""
+        flight, self._flight = self._flight or self._launch(), None
+        if flight is None:
             return []
-        now = time.monotonic()
-        for request in self.scheduler.stats.last_admitted:
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = now
-        works = [self._work(request, count) for request, count in picked]
-        self._prepare_masks(picked)
-        results = self._run(works, [request for request, _ in picked])
-        self.num_steps += 1
-        now = time.monotonic()
-        updates: list[Update] = []
-        complete: list[Request] = []  # beams that were the last of their group to make a proposal
-        for (request, count), result in zip(picked, results):
-            if request.status is Status.FINISHED:
-                continue  # another beam of its group has failed in this step
-            if isinstance(result, Exception):
-                updates.extend(self._fail(request, result))
-            else:
-                self._advance(request, count, result, now, updates, complete)
-        for request in complete:
-            if request.group is not None and request.status is not Status.FINISHED:
-                self._branch(request, request.group, now, updates)
+        if self.runner.runs_ahead and flight.foreseeable:
+            flight.assume()
+            self._flight = self._launch()
+        updates = self._land(flight)
         self.usage.add(self._usage())
         if self.always_check:
             self.check()
         return updates
+
+    def _launch(self) -> Flight | None:
+        """Schedule a step and give it to the runner; None if there is nothing to do."""
+        picked = self.scheduler.schedule()
+        if not picked:
+            return None
+        now = time.monotonic()
+        for request in self.scheduler.stats.last_admitted:
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+        flight = Flight(picked, self.cache.take_copies())
+        self._prepare_masks(picked)
+        try:
+            if flight.copies:
+                self.runner.copy_blocks(flight.copies)
+            flight.results = self.runner.launch(flight.works)
+        except Exception as error:
+            self._note_failure(flight, error)
+        return flight
+
+    def _land(self, flight: Flight) -> list[Update]:
+        """Wait for a step and take up its results."""
+        results = self._results(flight)
+        self.num_steps += 1
+        now = time.monotonic()
+        updates: list[Update] = []
+        complete: list[Request] = []  # beams that were the last of their group to make a proposal
+        for part, result in zip(flight.parts, results):
+            if part.request.status is Status.FINISHED or result is None:
+                continue  # aborted, ended by the step before, or another beam of its group has failed in this one
+            if isinstance(result, Exception):
+                updates.extend(self._fail(part.request, result))
+            else:
+                flight.settle(part)
+                self._advance(part, result, now, updates, complete)
+        for request in complete:
+            if request.group is not None and request.status is not Status.FINISHED:
+                self._branch(request, request.group, now, updates)
+        return updates
+
+    def _results(self, flight: Flight) -> list[Result] | list[Result | Exception | None]:
+        """The results of a step; where it failed, of each of its requests alone. None: to be scheduled anew."""
+        if not flight.failed:
+            try:
+                return flight.results()
+            except Exception as error:
+                self._note_failure(flight, error)
+        if self._flight is not None and not self._flight.failed:
+            self._flight.failed = True  # it was computed on top of this one
+            with contextlib.suppress(Exception):
+                self._flight.results()
+        flight.withdraw(self.cache)
+        return [self._alone(part, flight) for part in flight.parts]
+
+    def _note_failure(self, flight: Flight, error: Exception) -> None:
+        flight.failed = True
+        self.num_failed_steps += 1
+        logger.warning("a step of %d requests failed (%r); running each alone", len(flight.parts), error)
+
+    def _alone(self, part: Part, flight: Flight) -> Result | Exception | None:
+        try:
+            mine = [pair for pair in flight.copies if pair[1] in part.request.table.block_ids]
+            if mine:
+                self.runner.copy_blocks(mine)
+            if not part.stands:
+                return None
+            return self.runner.run([work_of(part.request, part.count)])[0]
+        except Exception as error:
+            return error
 
     def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
         """Let grammars fill their masks in a thread of their own while the model computes."""
@@ -148,78 +189,13 @@ class EngineCore:
                     self._masks = ThreadPoolExecutor(1, "paged_backend-masks")
                 request.constraint.prepare(self._masks)
 
-    def _work(self, request: Request, count: int) -> Work:
-        start = request.num_computed
-        tokens = request.token_ids[start : start + count]
-        score_from, score_to = self._scored_positions(request, count)
-        rows = list(range(score_from - 1 - start, score_to - 1 - start))
-        scored = request.token_ids[score_from:score_to]
-        samples: list[SampleRow] = []
-        if count == request.num_pending:
-            rows.append(count - 1)
-            # samples that are still to be forked off draw from the same logits, each with its own seed
-            width = 1 if request.group is not None else request.seats
-            samples = [self._sample_row(request, i) for i in range(width)]
-        block_ids = np.array(request.table.block_ids, np.int32)
-        piece = SequenceSlice(tokens, start, block_ids, rows)
-        return Work(piece, samples, scored, request.params.prompt_logprobs or 0)
-
-    @staticmethod
-    def _scored_positions(request: Request, count: int) -> tuple[int, int]:
-        """Prompt positions (first, end) whose logprobs this step can give: their predecessors are computed in it."""
-        if request.params.prompt_logprobs is None:
-            return 0, 0
-        first = max(request.num_scored, request.num_computed + 1)
-        end = min(request.num_prompt_tokens, request.num_computed + count + 1)
-        return (first, end) if end > first else (0, 0)
-
-    @staticmethod
-    def _sample_row(request: Request, sample: int) -> SampleRow:
-        seed = request.params.child_seed(request.seed, sample) if sample else request.seed
-        return SampleRow(
-            request.params,
-            request.token_ids[: request.num_prompt_tokens] if _needs_history(request) else [],
-            request.output_token_ids,
-            seed,
-            request.stop_ids,
-            request.bad_words_ids,
-            request.constraint,
-            candidates=request.group.num_candidates if request.group is not None else 0,
-        )
-
-    def _run(self, works: list[Work], requests: list[Request]) -> list[Result | Exception]:
-        copies = self.cache.take_copies()
-        try:
-            if copies:
-                self.runner.copy_blocks(copies)
-            return list(self.runner.run(works))
-        except Exception as error:
-            self.num_failed_steps += 1
-            logger.warning("a step of %d requests failed (%r); running each alone", len(works), error)
-        results: list[Result | Exception] = []
-        for work, request in zip(works, requests):
-            try:
-                mine = [pair for pair in copies if pair[1] in request.table.block_ids]
-                if mine:
-                    self.runner.copy_blocks(mine)
-                results.extend(self.runner.run([work]))
-            except Exception as error:
-                results.append(error)
-        return results
-
     def _advance(
-        self,
-        request: Request,
-        count: int,
-        result: Result,
-        now: float,
-        updates: list[Update],
-        complete: list[Request],
+        self, part: Part, result: Result, now: float, updates: list[Update], complete: list[Request]
     ) -> None:
-        first, end = self._scored_positions(request, count)
-        request.num_computed += count
+        request, (first, end) = part.request, part.scored
         request.num_scored = max(request.num_scored, end)
-        self.cache.commit(request.table, request.token_ids, request.num_computed)
+        # less than the part's end where the step behind this one took blocks away
+        self.cache.commit(request.table, request.token_ids, min(part.end, request.num_computed))
         if not result.sampled:
             if end > first:
                 updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
@@ -334,6 +310,7 @@ class EngineCore:
     def fail_all(self, cause: Exception) -> list[Update]:
         """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
         updates = []
+        self._flight = None
         for request in self.scheduler.requests():
             updates.extend(self._fail(request, cause))
         return updates
@@ -351,6 +328,7 @@ class EngineCore:
 
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""
+        self._flight = None
         del self.runner
         if self._masks is not None:
             self._masks.shutdown()
@@ -359,14 +337,11 @@ class EngineCore:
         requests = self.scheduler.requests()
         blocks = self.cache.pool.num_used
         size = self.cache.block_size
-        unused = sum(len(r.table) * size - r.num_computed for r in requests)
-        logical = sum(r.num_computed for r in requests)
+        parts = self._flight.parts if self._flight is not None else ()
+        written = sum(part.count for part in parts if part.stands)  # by the step in flight
+        unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
+        logical = sum(r.num_computed for r in requests) + written
         return StepUsage(blocks, blocks * size - unused, logical, len(self.scheduler.running))
-
-
-def _needs_history(request: Request) -> bool:
-    params = request.params
-    return params.repetition_penalty != 1.0 or bool(request.bad_words_ids or params.logits_processors)
 
 
 def _told(request: Request, index: int, found: Hypothesis) -> list[Update]:

@@ -15,10 +15,11 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.chunking import chunk_cost
-from paged_backend.engine.engine import EngineCore, Runner
+from paged_backend.engine.engine import EngineCore
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import UnsupportedModelError
 from paged_backend.models.spec import DecoderSpec
+from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:

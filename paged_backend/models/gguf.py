@@ -66,7 +66,9 @@ class GGUFTensors(Mapping[str, TensorSource]):
     mapped file; everything packed is expanded to a fresh float32 tensor.
     """
 
-    def __init__(self, files: list[GGUFFile], config: Mapping[str, Any], expand: Expand | None = None) -> None:
+    def __init__(
+        self, files: list[GGUFFile], config: Mapping[str, Any], expand: Expand | None = None
+    ) -> None:
         self.file = files[0]
         self._expand = expand
         self._config = config

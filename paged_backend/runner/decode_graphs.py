@@ -35,6 +35,7 @@ class Capture(Protocol):
 @dataclass(slots=True)
 class _Graph:
     room: Tensor
+    inputs: dict[str, Tensor]
     outputs: Outputs
     replay: Callable[[], object]
 
@@ -42,20 +43,23 @@ class _Graph:
 class DecodeGraphs:
     """Graphs by (rows, longest context).
 
-    forward: (arrays on the device, bound of the context length) -> tensors on the device. capture: makes a
-    function repeatable; on a GPU :class:`CudaCapture`. largest: most rows; most_context: longest context there can be.
+    forward: (arrays on the device, bound of the context length) -> tensors on the device. complete: changes the arrays
+    on the device before each run, outside the graph. capture: makes a function repeatable; on a GPU
+    :class:`CudaCapture`. largest: most rows; most_context: longest context there can be.
     """
 
     def __init__(
         self,
         forward: Callable[[dict[str, Tensor], int], Outputs],
         staging: Staging,
+        complete: Callable[[dict[str, Tensor]], None],
         capture: Capture,
         largest: int,
         most_context: int,
         block_size: int,
     ) -> None:
-        self._forward, self._staging, self._capture = forward, staging, capture
+        self._forward, self._staging, self._complete = forward, staging, complete
+        self._capture = capture
         self._largest, self._most_context, self._block_size = largest, most_context, block_size
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
@@ -71,11 +75,13 @@ class DecodeGraphs:
         graph = self._graphs.get(key)
         if graph is None:
             room = torch.zeros(room_for(filled), dtype=torch.uint8, device=self._staging.device)
-            tensors = self._staging.send(filled, room)
-            outputs, replay = self._capture(lambda: self._forward(tensors, key[1]))
-            graph = self._graphs[key] = _Graph(room, outputs, replay)
+            inputs = self._staging.send(filled, room)
+            self._complete(inputs)
+            outputs, replay = self._capture(lambda: self._forward(inputs, key[1]))
+            graph = self._graphs[key] = _Graph(room, inputs, outputs, replay)
         else:
             self._staging.send(filled, graph.room)
+            self._complete(graph.inputs)
         graph.replay()
         return graph.outputs
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SHARE = 0.9
 _FIRST_BLOCKS = 256
+_FIRST_SHARE = 8  # at least an eighth of the limit: three doublings at most
 
 
 def free_device_memory(device: str) -> int:
@@ -35,7 +36,7 @@ class GrowingCache:
         self, kernels: Kernels, spec: DecoderSpec, limit: int, block_size: int, dtype: torch.dtype
     ) -> None:
         self.limit = limit
-        self.held = min(limit, _FIRST_BLOCKS)
+        self.held = min(limit, max(_FIRST_BLOCKS, limit // _FIRST_SHARE))
         self.caches = kernels.empty_cache(
             spec.num_layers, self.held, spec.num_kv_heads, spec.head_dim, block_size, dtype
         )

@@ -1,13 +1,14 @@
 """DeviceRunner: a step on a GPU. One copy of arrays there, the model and the draw, one copy of token ids back.
 
-The host waits once a step, for the token ids. Rows that ask for more than temperature, top-k, top-p and min-p
-(penalties, grammars, log-probabilities, beams) are drawn by the host's sampler from their logits, and so are prompt
-log-probabilities: those rows are copied back, and no others.
+The host waits once a step, for the token ids, and by then it has launched the next one: what a step draws stays on the
+device too, and the next step's stand-ins (``base.drawn_by``) are replaced there. Rows that ask for more than
+temperature, top-k, top-p and min-p (penalties, grammars, log-probabilities, beams) are drawn by the host's sampler from
+their logits, and so are prompt log-probabilities: those rows are copied back, and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,25 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
+from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.batch import Batch
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from paged_backend.runner.device_memory import GrowingCache
-from paged_backend.runner.model_runner import Model, Result, Work
+from paged_backend.runner.model_runner import Model
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow, not_finite, only_truncates, uniform
 from paged_backend.runner.staging import Staging
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "noise")
 
 
-class DeviceRunner:
+class DeviceRunner(Runner):
     """The engine's runner for ``device="cuda"``; with interpreted kernels on the CPU the same steps, for tests.
 
     Owns the model's KV memory: up to ``num_blocks`` blocks of ``block_size`` tokens in every layer. max_num_seqs,
     max_model_len: what graphs are made for. capture: see ``decode_graphs``; None takes CUDA graphs on a GPU.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -49,17 +53,20 @@ class DeviceRunner:
         self.memory = GrowingCache(kernels, spec, num_blocks, block_size, kv_dtype)
         self.sampler = Sampler()
         self._staging = Staging(kernels.device)
+        self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.device)
         if capture is None and kernels.device.type == "cuda":
             capture = CudaCapture()
         self._graphs: DecodeGraphs | None = None
         if capture is not None:
             self._graphs = DecodeGraphs(
-                self._decode, self._staging, capture, max_num_seqs, max_model_len, block_size
+                self._decode, self._staging, self._resolve, capture, max_num_seqs, max_model_len, block_size
             )
 
-    @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:
-        """Compute one step. Writing KV is idempotent, so a failed step may be run again in parts."""
+        return self.launch(works)()
+
+    @torch.inference_mode()
+    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
         batch = Batch.build([work.piece for work in works], self.block_size)
         lens = batch.attention.seq_lens
         arrays = {
@@ -76,27 +83,59 @@ class DeviceRunner:
         self._make_room(int(arrays["block_table"].max()) + 1)
         if self._graphs is not None and _is_decode(works) and all(alone):
             (tokens,) = self._graphs.run(arrays | sampling_columns(rows), longest)
-            drawn = _sampled(tokens[: len(rows)].tolist())
-            return [Result([sampled], []) for sampled in drawn]
+            ids = self._keep(tokens[: len(rows)])
+            return lambda: [Result([sampled], []) for sampled in _sampled(ids())]
 
-        arrays["logit_rows"] = batch.logit_rows.numpy()
         mine = [i for i, ok in enumerate(alone) if ok]
+        others = [i for i, ok in enumerate(alone) if not ok]
+        arrays["logit_rows"] = batch.logit_rows.numpy()
         arrays["picks"] = np.array([picks[i] for i in mine], np.int64)
+        arrays["others"] = np.array([picks[i] for i in others], np.int64)
         tensors = self._staging.send(arrays | sampling_columns([rows[i] for i in mine]))
+        if int(arrays["input_ids"].min()) < 0:
+            self._resolve(tensors)
         counts = tuple({len(work.piece.token_ids) for work in works})
         logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
-        sampled: list[Sampled | Exception | None] = [None] * len(rows)
+        drawn: Callable[[], list[int]] = list
         if mine:
             whole = arrays["picks"].tolist() == list(range(logits.shape[0]))
-            tokens = self._draw(logits if whole else logits[tensors["picks"]], tensors)
-            for i, one in zip(mine, _sampled(tokens.tolist())):
+            drawn = self._keep(self._draw(logits if whole else logits[tensors["picks"]], tensors))
+        left = logits[tensors["others"]] if others else None
+
+        @torch.inference_mode()
+        def results() -> list[Result]:
+            sampled: list[Sampled | Exception | None] = [None] * len(rows)
+            for i, one in zip(mine, _sampled(drawn())):
                 sampled[i] = one
-        others = [i for i, ok in enumerate(alone) if not ok]
-        if others:
-            chosen = logits[torch.tensor([picks[i] for i in others], device=logits.device)].cpu()
-            for i, other in zip(others, self.sampler.sample(chosen, [rows[i] for i in others])):
-                sampled[i] = other
-        return self._results(works, logits, sampled)
+            if left is not None:
+                for i, other in zip(others, self.sampler.sample(left.cpu(), [rows[i] for i in others])):
+                    sampled[i] = other
+            return self._results(works, logits, sampled)
+
+        return results
+
+    def _keep(self, tokens: Tensor) -> Callable[[], list[int]]:
+        """Leave drawn ids [R] where the next step finds them, and send them to the host; returns what waits there."""
+        self._drawn[: len(tokens)].copy_(tokens)
+        if tokens.device.type == "cpu":
+            ids = tokens.tolist()
+            return lambda: ids
+        host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> list[int]:
+            arrived.synchronize()
+            return host.tolist()
+
+        return wait
+
+    def _resolve(self, tensors: dict[str, Tensor]) -> None:
+        """Put what the step before has drawn in the places of its stand-ins (0 for a row that was not finite)."""
+        ids = tensors["input_ids"]
+        drawn = self._drawn[(-1 - ids).clamp_(min=0)].clamp_(min=0)
+        ids.copy_(torch.where(ids < 0, drawn, ids))
 
     def _results(
         self, works: Sequence[Work], logits: Tensor, sampled: list[Sampled | Exception | None]
@@ -140,7 +179,6 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
         self._make_room(max(destination for _, destination in pairs) + 1)
         self.kernels.copy_blocks(self.memory.caches, pairs)
 
@@ -149,6 +187,8 @@ class DeviceRunner:
 
     def _make_room(self, blocks: int) -> None:
         if self.memory.ensure(blocks) and self._graphs is not None:
+            if self.kernels.device.type == "cuda":
+                torch.cuda.synchronize(self.kernels.device)  # one of them may be running
             self._graphs.clear()  # they hold the addresses of the old tensors
 
 

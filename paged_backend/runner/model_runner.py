@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
-from paged_backend.runner.batch import Batch, SequenceSlice
+from paged_backend.runner.base import Result, Runner, Work
+from paged_backend.runner.batch import Batch
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
 
 
@@ -33,30 +33,7 @@ class Model(Protocol):
     ) -> Tensor: ...
 
 
-@dataclass(slots=True)
-class Work:
-    """One sequence's part of a step.
-
-    piece: its tokens. rows: the samples to draw from the logits of its last token (several for n > 1, none
-    while the prompt is incomplete). scored_ids: for prompt logprobs, the token that follows each of the first
-    ``len(scored_ids)`` of ``piece.logit_rows``. num_top: how many alternatives to report for those.
-    """
-
-    piece: SequenceSlice
-    rows: list[SampleRow]
-    scored_ids: list[int] = field(default_factory=list)
-    num_top: int = 0
-
-
-@dataclass(slots=True)
-class Result:
-    """sampled: one per row of the work, an exception where that row alone could not be sampled."""
-
-    sampled: list[Sampled | Exception]
-    prompt_logprobs: list[Sampled]
-
-
-class ModelRunner:
+class ModelRunner(Runner):
     """Owns the model's KV memory: ``num_blocks`` blocks of ``block_size`` tokens in every layer."""
 
     def __init__(
@@ -84,7 +61,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:
-        """Compute one step. Writing KV is idempotent, so a failed step may be run again in parts."""
         batch = Batch.build([work.piece for work in works], self.block_size)
         logits = self.model.forward(
             batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
@@ -112,7 +88,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
         self.kernels.copy_blocks(self.caches, pairs)
 
     def give_back(self, blocks: Sequence[int]) -> None:

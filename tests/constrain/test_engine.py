@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
 from paged_backend.errors import RequestFailedError, RequestRejectedError
-from paged_backend.runner.model_runner import Result
+from paged_backend.runner.base import Result
 from paged_backend.runner.sampler import Sampler
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.testing import ScriptedRunner, scripted_core

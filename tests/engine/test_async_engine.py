@@ -49,9 +49,10 @@ def open_engine(next_token=following, tokenizer=None, **options):
     return Engine(core, tokenizer or CharTokenizer(), EngineConfig("scripted"), eos_token_ids=[EOS])
 
 
-@pytest.fixture
-def engine():
-    with open_engine() as engine:
+@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+def engine(request):
+    """Its runner computes a step when it is given one, or after it was given the next one too."""
+    with open_engine(ahead=request.param) as engine:
         yield engine
         wait_until(lambda: not engine._core.has_work)
         assert engine.stats().kv_blocks_used == 0

@@ -60,7 +60,9 @@ def test_the_steps_of_a_long_prompt_cost_about_the_same():
     costs = [count * (1 + weight * (before + count / 2)) for before, count in steps[:-1]]
     assert sum(count for _, count in steps) == 8000
     assert max(costs) <= 1.3 * min(costs)
-    plain = [count * (1 + weight * (before + count / 2)) for before, count in steps_of_a_long_prompt(0, 8000, 512)]
+    plain = [
+        count * (1 + weight * (before + count / 2)) for before, count in steps_of_a_long_prompt(0, 8000, 512)
+    ]
     assert max(plain) > 3 * min(plain)
 
 

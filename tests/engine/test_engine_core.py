@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
+from paged_backend import testing
 from paged_backend.engine.request import Request
 from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.testing import ScriptedRunner, mixing_next_token, scripted_core
+from paged_backend.testing import mixing_next_token
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+def scripted_core(request):
+    """Makes cores whose runner computes a step when it is given one, or after it was given the next one too."""
+    return partial(testing.scripted_core, ahead=request.param)
 
 
 def make(core, name, prompt, max_tokens=8, **kwargs) -> Request:
@@ -72,7 +80,9 @@ def prompts(seed, count, longest=120):
         (24, 5, 512, False),
     ],
 )
-def test_output_does_not_depend_on_pool_batch_chunks_or_prefix_cache(num_blocks, seats, budget, prefix):
+def test_output_does_not_depend_on_pool_batch_chunks_or_prefix_cache(
+    scripted_core, num_blocks, seats, budget, prefix
+):
     # vllm #16832, PR #28787; nano-vllm PR #103; sglang PR #20724: preemption loses or doubles tokens
     core = scripted_core(
         num_blocks,
@@ -93,7 +103,7 @@ def test_output_does_not_depend_on_pool_batch_chunks_or_prefix_cache(num_blocks,
 
 
 @pytest.mark.parametrize("chunk", [7, 31, 32, 33, 100])
-def test_a_sliding_window_reads_only_what_it_sees_whatever_the_chunk(chunk):
+def test_a_sliding_window_reads_only_what_it_sees_whatever_the_chunk(scripted_core, chunk):
     # litgpt #2182, executorch PR #20346: a chunk longer than the window overwrote what it still needed
     core = scripted_core(40, window=32, max_num_seqs=4, max_num_batched_tokens=chunk)
     prompt = prompts(1, 1, 100)[0]
@@ -101,7 +111,7 @@ def test_a_sliding_window_reads_only_what_it_sees_whatever_the_chunk(chunk):
     assert drain(core)["a", 0][0] == expected(prompt, 96, window=32)
 
 
-def test_n_samples_share_the_prompt_and_differ_by_seed():
+def test_n_samples_share_the_prompt_and_differ_by_seed(scripted_core):
     # vllm #16449, #7808: n > 1 with a seed gave identical or unrelated samples
     core = scripted_core(200)
     prompt = prompts(2, 1)[0]
@@ -120,7 +130,7 @@ def test_n_samples_share_the_prompt_and_differ_by_seed():
         assert child[1:] == results["n", i][0], "sample i is the request with the derived seed"
 
 
-def test_forked_samples_survive_preemption():
+def test_forked_samples_survive_preemption(scripted_core):
     roomy, tight = (scripted_core(n, max_model_len=330, max_num_batched_tokens=64) for n in (500, 24))
     for core in (roomy, tight):
         expect_short_outputs(core)
@@ -130,18 +140,19 @@ def test_forked_samples_survive_preemption():
     assert tight.scheduler.stats.num_preemptions > 0
 
 
-def test_aborting_a_forked_request_frees_all_samples():
+def test_aborting_a_forked_request_frees_all_samples(scripted_core):
     # vllm PR #14512: aborts were not propagated to the children
     core = scripted_core(200)
     make(core, "n", [1, 2, 3], max_tokens=50, n=4, temperature=1.0)
     for _ in range(3):
         core.step()
     core.finish("n")
-    assert not core.has_work
+    assert not core.scheduler.has_work
     assert core.cache.pool.num_free == core.cache.pool.capacity
+    assert drain(core) == {}
 
 
-def test_one_sample_can_be_ended_while_its_siblings_go_on():
+def test_one_sample_can_be_ended_while_its_siblings_go_on(scripted_core):
     core = scripted_core(200)
     make(core, "n", [1, 2, 3], max_tokens=20, n=3, temperature=1.0)
     core.step()
@@ -150,7 +161,7 @@ def test_one_sample_can_be_ended_while_its_siblings_go_on():
     assert results["n", 0][1] == results["n", 2][1] == "length"
 
 
-def test_every_stop_id_ends_the_output_and_is_part_of_it():
+def test_every_stop_id_ends_the_output_and_is_part_of_it(scripted_core):
     # vllm #4180: an eos list was ignored
     prompt = [5, 6, 7]
     tokens = expected(prompt, 12)
@@ -162,7 +173,7 @@ def test_every_stop_id_ends_the_output_and_is_part_of_it():
         assert reason == "stop"
 
 
-def test_a_step_that_fails_hurts_only_the_request_that_fails_alone():
+def test_a_step_that_fails_hurts_only_the_request_that_fails_alone(scripted_core):
     # vllm #27194, #23517: one bad request killed the engine
     core = scripted_core(200, vocab_size=10**6, next_token=mixing_next_token(1000))
     items = prompts(4, 5)
@@ -185,15 +196,15 @@ def test_a_step_that_fails_hurts_only_the_request_that_fails_alone():
         assert results[str(i), 0][1] == "length"
 
 
-def test_a_fault_that_does_not_come_back_hurts_nobody():
+def test_a_fault_that_does_not_come_back_hurts_nobody(scripted_core):
     core = scripted_core(200)
     items = prompts(5, 5)
     for i, prompt in enumerate(items):
         make(core, str(i), prompt, max_tokens=10)
-    faults = iter([True, False, False, False, False, False, True])
+    faults = iter([True, False, True])
 
     def fault(works):
-        if next(faults, False):
+        if len(works) > 1 and next(faults, False):
             raise RuntimeError("transient")
 
     core.runner.before_run = fault
@@ -203,7 +214,7 @@ def test_a_fault_that_does_not_come_back_hurts_nobody():
         assert results[str(i), 0] == (expected(prompt, 10), "length", None)
 
 
-def test_a_row_that_cannot_be_sampled_fails_alone():
+def test_a_row_that_cannot_be_sampled_fails_alone(scripted_core):
     # vllm PR #16529: an all-masked row crashed the engine
     core = scripted_core(200)
     make(core, "good", [1, 2, 3], max_tokens=5)
@@ -222,7 +233,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone():
     assert results["good", 0][1] == "length"
 
 
-def test_failed_steps_publish_nothing_to_the_prefix_cache():
+def test_failed_steps_publish_nothing_to_the_prefix_cache(scripted_core):
     core = scripted_core(200)
 
     def fault(works):
@@ -234,7 +245,7 @@ def test_failed_steps_publish_nothing_to_the_prefix_cache():
     assert core.cache.prefixes.num_cached_blocks == 0
 
 
-def test_blocks_computed_before_a_failure_stay_cached():
+def test_blocks_computed_before_a_failure_stay_cached(scripted_core):
     core = scripted_core(200, max_num_seqs=8, max_num_batched_tokens=64)
     prompt = list(range(200))
     make(core, "a", prompt)
@@ -247,7 +258,7 @@ def test_blocks_computed_before_a_failure_stay_cached():
     assert again.num_cached_tokens == 64
 
 
-def test_copy_on_write_survives_a_failing_step():
+def test_copy_on_write_survives_a_failing_step(scripted_core):
     core = scripted_core(200)
     fails = iter([True])
     original = core.runner.copy_blocks
@@ -264,7 +275,7 @@ def test_copy_on_write_survives_a_failing_step():
     assert results["other", 0] == (expected([9, 9], 10), "length", None)
 
 
-def test_prompt_logprobs_are_complete_under_chunks_hits_and_preemption():
+def test_prompt_logprobs_are_complete_under_chunks_hits_and_preemption(scripted_core):
     # vllm #8268, #5344: crash or stale values with a prefix cache
     for blocks, budget in ((200, 512), (200, 16), (22, 32)):
         core = scripted_core(blocks, max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=300)
@@ -284,7 +295,7 @@ def test_prompt_logprobs_are_complete_under_chunks_hits_and_preemption():
                 assert scores[f"{turn}/{i}"] == prompt[1:]
 
 
-def test_a_request_that_could_never_run_is_refused_while_others_go_on():
+def test_a_request_that_could_never_run_is_refused_while_others_go_on(scripted_core):
     # vllm #27073, #39734, #45388: waits forever and blocks the queue
     core = scripted_core(9, max_model_len=1000)
     make(core, "fine", [1, 2, 3])
@@ -304,7 +315,7 @@ def test_a_request_that_could_never_run_is_refused_while_others_go_on():
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_random_aborts_in_any_state_leak_nothing_and_disturb_nobody(seed):
+def test_random_aborts_in_any_state_leak_nothing_and_disturb_nobody(scripted_core, seed):
     # vllm #9428, #54947; sglang #18701: abort in waiting, chunk, decode, preempted, forked
     rnd = random.Random(seed)
     core = scripted_core(rnd.randint(26, 60), max_num_batched_tokens=64, max_num_seqs=20, max_model_len=380)
@@ -331,7 +342,7 @@ def test_random_aborts_in_any_state_leak_nothing_and_disturb_nobody(seed):
             assert results[name, 0] == expected(prompt, 100)
 
 
-def test_trim_gives_back_every_unused_block():
+def test_trim_gives_back_every_unused_block(scripted_core):
     core = scripted_core(60)
     prompt = list(range(100))
     make(core, "a", prompt)
@@ -342,20 +353,105 @@ def test_trim_gives_back_every_unused_block():
     assert drain(core)["b", 0][0] == expected(prompt, 8)
 
 
-def test_waste_counts_empty_slots_of_allocated_blocks():
+def test_waste_counts_empty_slots_of_allocated_blocks(scripted_core):
     core = scripted_core(60, 16)
     make(core, "a", list(range(20)), max_tokens=2)
     core.step()
     assert core.usage.last.blocks == 2
-    assert core.usage.last.live_tokens == 20
-    assert core.usage.waste == pytest.approx(1 - 20 / 32)
+    tokens = 21 if core.runner.runs_ahead else 20  # one more is on its way
+    assert core.usage.last.live_tokens == tokens
+    assert core.usage.waste == pytest.approx(1 - tokens / 32)
     drain(core)
 
 
-def test_scripted_runner_notices_a_slot_that_was_never_written():
-    runner = ScriptedRunner(4)
-    core = scripted_core(runner=runner, num_blocks=4)
+def test_scripted_runner_notices_a_slot_that_was_never_written(scripted_core):
+    core = scripted_core(num_blocks=4)
     make(core, "a", list(range(20)), max_tokens=5)
     core.step()
-    runner.memory[1][3] = -1
+    core.runner.memory[1][3] = -1
     assert drain(core)["a", 0][1] == "error"
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_faults_at_any_time_change_no_token_and_leak_nothing(scripted_core, seed):
+    # a step fails, its launch fails, its copies fail: with preemption, forks, windows and stops going on
+    rnd = random.Random(seed)
+    window = rnd.choice([None, None, 48])
+    core = scripted_core(
+        rnd.randint(28, 60), max_num_batched_tokens=64, max_num_seqs=16, max_model_len=240, window=window
+    )
+    expect_short_outputs(core)
+    runner = core.runner
+
+    def sometimes(works):
+        if len(works) > 1 and rnd.random() < 0.15:
+            raise RuntimeError("transient")
+
+    launch, copy, seen = runner.launch, runner.copy_blocks, set()
+
+    def launch_or_not(works):
+        if len(works) > 1 and rnd.random() < 0.1:
+            raise RuntimeError("out of memory")
+        return launch(works)
+
+    def copy_or_not(pairs):
+        new = not seen.issuperset(pairs)
+        seen.update(pairs)
+        if new and rnd.random() < 0.3:
+            raise RuntimeError("copy failed once")
+        copy(pairs)
+
+    runner.before_run, runner.launch, runner.copy_blocks = sometimes, launch_or_not, copy_or_not
+    items = prompts(seed, 18, 60)
+    for i, prompt in enumerate(items):
+        n = rnd.choice([1, 1, 2])
+        stop = expected(prompt, 60, window=window)[rnd.randrange(60)]
+        make(core, str(i), prompt, 60, n=n, temperature=1.0 if n > 1 else 0, stop_ids=(stop,))
+    results = drain(core)
+    assert core.num_failed_steps > 5
+    for (name, index), (tokens, reason, error) in results.items():
+        assert error is None
+        if index == 0:
+            assert tokens == expected(items[int(name)], len(tokens), window=window)
+            assert reason == "stop" or len(tokens) == 60
+
+
+def test_the_next_step_is_launched_before_this_one_is_done_wherever_it_is_foreseeable():
+    core = testing.scripted_core(200, ahead=True)
+    launched, landed = [0], []
+    launch = core.runner.launch
+
+    def counted(works):
+        launched[0] += 1
+        return launch(works)
+
+    core.runner.launch = counted
+    core.runner.before_run = lambda works: landed.append(launched[0])
+    make(core, "a", [1, 2, 3], max_tokens=6)
+    make(core, "b", [4, 5], max_tokens=4)
+    results = drain(core)
+    assert landed == [2, 3, 4, 5, 6, 6]  # none after the last, whose end is known beforehand
+    assert results["a", 0][0] == expected([1, 2, 3], 6)
+
+    for options in (
+        {"repetition_penalty": 1.2},
+        {"logprobs": 1},
+        {"n": 2, "temperature": 1.0},
+        {"prompt_logprobs": 1},
+    ):
+        launched[0], landed[:] = 0, []
+        make(core, "c", [1, 2, 3], max_tokens=3, **options)
+        drain(core)
+        assert landed[0] == 1, options
+
+
+def test_a_request_that_ends_early_costs_one_row_that_nobody_sees():
+    core = testing.scripted_core(50, ahead=True)
+    prompt = [5, 6, 7]
+    tokens = expected(prompt, 12)
+    make(core, "a", prompt, max_tokens=12, stop_ids=(tokens[4],))
+    assert drain(core) == {("a", 0): (tokens[:5], "stop", None)}
+    assert core.runner.num_runs == 6
+    again = make(core, "b", prompt + tokens[:5] + [9] * 12, max_tokens=1)
+    drain(core)
+    assert again.num_cached_tokens == 0  # what was computed too far was not published

@@ -165,7 +165,9 @@ def test_options_that_contradict_the_open_engine_are_not_ignored(tiny_model):
 
 def test_threads_that_open_the_same_model_at_once_get_one_engine(tiny_model):
     engines = []
-    threads = [threading.Thread(target=lambda: engines.append(get_engine(tiny_model, **OPTIONS))) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: engines.append(get_engine(tiny_model, **OPTIONS))) for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,11 +15,12 @@ pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 
+from paged_backend.runner.base import Work, drawn_by
 from paged_backend.runner.batch import SequenceSlice
 from paged_backend.runner.decode_graphs import DecodeGraphs, graph_context, graph_rows, padded
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_runner import DeviceRunner
-from paged_backend.runner.model_runner import ModelRunner, Work
+from paged_backend.runner.model_runner import ModelRunner
 from paged_backend.runner.sampler import SampleRow
 from paged_backend.runner.staging import Staging, room_for
 from paged_backend.sampling_params import SamplingParams
@@ -120,6 +121,34 @@ def test_the_device_runner_gives_what_the_host_runner_gives(capture: Any) -> Non
                 assert (mine.logprob is None) == (theirs.logprob is None)
                 if mine.logprob is not None:
                     assert mine.logprob == pytest.approx(theirs.logprob, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("capture", [None, eager])
+def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> None:
+    greedy, drawn = row(temperature=0.0), row(1, temperature=1.0)
+
+    def first() -> list[Work]:
+        return [prompt([1, 2, 3, 4, 5, 6], [3, 9], [drawn]), prompt([9, 8, 7], [5], [greedy])]
+
+    def second(a: int, b: int) -> list[Work]:
+        return [decode(b, 3, [5], row(1, temperature=0.0)), decode(a, 6, [3, 9], row(2, temperature=1.0))]
+
+    def third(a: int) -> list[Work]:  # beside a prompt, so that it is no graph
+        return [decode(a, 7, [3, 9], row(3, temperature=0.0)), prompt([1, 2], [7], [row(temperature=0.0)])]
+
+    runner = device_runner(capture)
+    one = [result.sampled[0].token_id for result in runner.run(first())]
+    two = [result.sampled[0].token_id for result in runner.run(second(*one))]
+    three = [result.sampled[0].token_id for result in runner.run(third(two[1]))]
+
+    runner = device_runner(capture)
+    waits = [
+        runner.launch(first()),
+        runner.launch(second(drawn_by(0), drawn_by(1))),
+        runner.launch(third(drawn_by(1))),
+    ]
+    found = [[result.sampled[0].token_id for result in wait()] for wait in waits]
+    assert found == [one, two, three]
 
 
 def test_graphs_are_captured_once_per_size_and_again_when_the_pool_has_moved() -> None:
@@ -249,7 +278,7 @@ def test_a_graph_reads_what_was_sent_last() -> None:
         seen.append(tensors["seq_lens"].tolist())
         return (tensors["seq_lens"] * 2,)
 
-    graphs = DecodeGraphs(forward, Staging(CPU), eager, 8, 2048, 16)
+    graphs = DecodeGraphs(forward, Staging(CPU), lambda tensors: None, eager, 8, 2048, 16)
     arrays = {
         "query_start_loc": np.arange(4, dtype=np.int32),
         "seq_lens": np.array([3, 4, 5], np.int32),

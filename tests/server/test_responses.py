@@ -16,7 +16,13 @@ CLOCK = {
 
 def create(server, **options):
     return server.client().responses.create(
-        **{"model": "tiny", "input": "the quick brown fox", "max_output_tokens": 12, "temperature": 0, **options}
+        **{
+            "model": "tiny",
+            "input": "the quick brown fox",
+            "max_output_tokens": 12,
+            "temperature": 0,
+            **options,
+        }
     )
 
 

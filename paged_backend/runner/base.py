@@ -1,0 +1,68 @@
+"""Runner: what the engine needs of whatever computes its steps, and the terms in which it asks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.runner.batch import SequenceSlice
+    from paged_backend.runner.sampler import Sampled, SampleRow
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's part of a step.
+
+    piece: its tokens. rows: the samples to draw from the logits of its last token (several for n > 1, none
+    while the prompt is incomplete). scored_ids: for prompt logprobs, the token that follows each of the first
+    ``len(scored_ids)`` of ``piece.logit_rows``. num_top: how many alternatives to report for those.
+    """
+
+    piece: SequenceSlice
+    rows: list[SampleRow]
+    scored_ids: list[int] = field(default_factory=list)
+    num_top: int = 0
+
+
+@dataclass(slots=True)
+class Result:
+    """sampled: one per row of the work, an exception where that row alone could not be sampled."""
+
+    sampled: list[Sampled | Exception]
+    prompt_logprobs: list[Sampled]
+
+
+class Runner(ABC):
+    """Runs steps, in the order in which they are launched. Writing KV is idempotent: a step may be run again, in parts.
+
+    runs_ahead: ``launch`` returns before the step is done, and may be called for the next one before the results are
+    asked for. Token ids of that next one may then be stand-ins (:func:`drawn_by`).
+    """
+
+    vocab_size: int
+    runs_ahead = False
+
+    @abstractmethod
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        """Compute one step."""
+
+    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+        """Begin a step; what is returned waits for it and gives its results, or raises what went wrong."""
+        results = self.run(works)
+        return lambda: results
+
+    @abstractmethod
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
+
+    @abstractmethod
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Return the memory of ``blocks`` (ascending, holding nothing), where that is possible."""
+
+
+def drawn_by(row: int) -> int:
+    """A token id that nobody knows yet: what row ``row`` of the step launched before this one draws."""
+    return -1 - row
