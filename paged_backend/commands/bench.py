@@ -192,12 +192,37 @@ def scheduler(
     ] = None,
     waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps to measure.")] = 200,
+    device_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: how long a step lasts on a device that computes so long for it, with the next one launched "
+            "when it is done and before."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Microseconds that scheduler and cache take per decode step (median), without a model."""
     from dataclasses import asdict
 
-    from paged_backend.bench.scheduler import measure_step
+    from paged_backend.bench.scheduler import measure_overlap, measure_step
+
+    if device_ms is not None:
+        if waiting:
+            raise typer.BadParameter("--waiting is not for --device-ms")
+        with orderly_end():
+            try:
+                times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+        if json:
+            typer.echo(json_module.dumps([asdict(found) for found in times]))
+            return
+        rows = [["running", "device", "in turn", "ahead"]]
+        rows += [
+            [str(t.running), *(f"{value:.0f}" for value in (t.device, t.in_turn, t.ahead))] for t in times
+        ]
+        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+        return
 
     with orderly_end():
         try:

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paged_backend.bench.scheduler import measure_step
+from paged_backend.bench.scheduler import measure_overlap, measure_step
 from paged_backend.cli import app
 
 
@@ -17,6 +17,18 @@ def test_all_parts_of_a_step_are_measured(running):
     assert (cost.running, cost.waiting) == (running, 3)
     assert min(cost.schedule, cost.build, cost.commit) > 0
     assert cost.total == cost.schedule + cost.build + cost.commit
+
+
+def test_steps_on_a_device_are_measured_in_turn_and_ahead():
+    found = measure_overlap(3, 1.0, steps=5)
+    assert (found.running, found.device) == (3, 1000.0)
+    assert min(found.in_turn, found.ahead) > 0
+    table = CliRunner().invoke(
+        app, ["bench", "scheduler", "--running", "2", "--steps", "3", "--device-ms", "1"]
+    )
+    assert "ahead" in table.stdout
+    result = CliRunner().invoke(app, ["bench", "scheduler", "--device-ms", "1", "--waiting", "2"])
+    assert result.exit_code == 2
 
 
 def test_the_command_prints_a_table_or_json():
