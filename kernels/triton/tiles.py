@@ -2,8 +2,8 @@
 
 A tile fixes the order in which a dot product is summed. What a request gets must not depend on its batch-mates,
 so nothing here looks at how many sequences there are. ``capability``: 80, 90, 100 for NVIDIA's, 0 for AMD's.
-The figures are the largest that compile without spilling registers for sm_80, sm_90 and sm_100 (``paged-backend
-bench kernels`` prints the table) and leave shared memory for two programs.
+The figures are the largest that compile without spilling registers for sm_80, sm_90, sm_100 and gfx942
+(``paged-backend bench kernels`` prints the table) and leave shared memory for two programs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,12 @@ def attention_tiles(
         # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
         return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1, 255)
     if short:
-        return Tiles(short_rows(group), 64, 0, 4, 5) if small else Tiles(short_rows(group), 32, 0, 8, 5, 255)
+        if not small:
+            return Tiles(short_rows(group), 32, 0, 8, 5, 255)
+        return Tiles(short_rows(group), 64 if capability else 32, 0, 4, 5)
     rows = max(128 if small else 64, pow2(group))
+    if not capability and not small:
+        return Tiles(rows, 16, 0, 4, 3)
     if not 90 <= capability < 120:  # from 120 on: consumer cards, with the shared memory of those before 90
         return Tiles(rows, 32, 0, 8 if capability else 4, 3, None if small else 255)
     return Tiles(rows, 64, 0, 8, 3, None if small else 255)
