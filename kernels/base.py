@@ -69,6 +69,8 @@ class Kernels(ABC):
     name: str
     device = torch.device("cpu")
     """Where weights, activations and the KV cache are."""
+    dtype = torch.float32
+    """Of activations."""
 
     @abstractmethod
     def pack_linear(

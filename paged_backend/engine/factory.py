@@ -17,7 +17,6 @@ from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.chunking import chunk_cost
 from paged_backend.engine.engine import EngineCore
 from paged_backend.engine.scheduler import Scheduler
-from paged_backend.errors import UnsupportedModelError
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
@@ -86,7 +85,7 @@ def start_engine(
 
 
 def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_blocks: int) -> Runner:
-    """The runner for the device of ``config``. Raises UnsupportedModelError for what runs on the CPU only."""
+    """The runner for the device of ``config``."""
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     if not config.through_triton:
         return ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
@@ -94,11 +93,8 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
     from paged_backend.models.decoder import Decoder
     from paged_backend.runner.device_runner import DeviceRunner
 
-    if not isinstance(model.decoder, Decoder) or not isinstance(kernels, TritonKernels):
-        raise UnsupportedModelError(
-            f"{model.spec.architecture} runs through its transformers module, which this engine has on the CPU only: "
-            "use device='cpu'"
-        )
+    if not isinstance(kernels, TritonKernels):
+        raise TypeError(f"device={config.device!r} needs Triton kernels, not {type(kernels).__name__}")
     return DeviceRunner(
         model.decoder,
         kernels,
@@ -107,6 +103,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
         kv_dtype,
         config.max_num_seqs,
         model.max_model_len,
+        graphs=isinstance(model.decoder, Decoder),  # modules of transformers may look at values on the way
     )
 
 

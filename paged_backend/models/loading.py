@@ -82,8 +82,9 @@ def _through_transformers(
     from paged_backend.models.transformers_module import load_module
 
     try:
-        module = load_module(checkpoint, config.quantization or config.dtype)
-        return module_model(config, kernels, checkpoint, module)
+        dtype = config.activation_dtype if config.through_triton else config.dtype
+        module = load_module(checkpoint, config.quantization or dtype)
+        return module_model(config, kernels, checkpoint, module.to(kernels.device))
     except UnsupportedModelError as second:
         raise UnsupportedModelError(f"{refusal}; nor does it run through transformers: {second}") from second
 

@@ -50,8 +50,8 @@ class _Step:
 class TransformersModel:
     """A causal language model of transformers that runs flat batches over paged KV; see ``ModelRunner``.
 
-    module: on the CPU, float32 or bfloat16; it is taken over (its attention implementation is set), see
-    ``transformers_module.share``.
+    module: where the kernels are, float32 or half precision; it is taken over (its attention implementation is set),
+    see ``transformers_module.share``.
     Raises UnsupportedModelError, saying why, for a module that this cannot run exactly.
     """
 
@@ -63,6 +63,12 @@ class TransformersModel:
         self._layers: dict[int, _Layer] = {}
         self._probing = False
         self._name = type(module).__name__
+        at = next(module.parameters()).device
+        if at.type != kernels.device.type:
+            raise UnsupportedModelError(
+                f"{self._name} is on {at} and the engine on {kernels.device}: move the model there, "
+                f"model.to({str(kernels.device)!r})"
+            )
         parameters = inspect.signature(type(module).forward).parameters
         if "position_ids" not in parameters:
             raise UnsupportedModelError(f"{self._name} takes no position_ids, which a flat batch needs")
@@ -84,7 +90,7 @@ class TransformersModel:
         caches: Sequence[LayerCache],
     ) -> Tensor:
         """One step over a flat batch -> logits float32 [R, vocab]; arguments as in ``Decoder.forward``."""
-        no_rotation = torch.empty(len(input_ids), 0)
+        no_rotation = torch.empty(len(input_ids), 0, device=input_ids.device)
         self._step = _Step(self.kernels.plan(attention), caches, attention.slot_mapping, no_rotation)
         try:
             options = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
@@ -116,7 +122,7 @@ class TransformersModel:
         if step is None:
             raise RuntimeError(f"{self._name} belongs to an engine and is run by it only")
         dim = self.spec.head_dim
-        q, k, v = (_flat_heads(x, dim) for x in (query, key, value))
+        q, k, v = (_flat_heads(x, dim, self.kernels.dtype) for x in (query, key, value))
         cache = step.caches[layer.index]
         # no rotation is left to do: this only writes keys and values to their slots
         self.kernels.rotary_and_cache(q, k, v, step.no_rotation, step.no_rotation, cache, step.slot_mapping)
@@ -139,13 +145,14 @@ class TransformersModel:
     def _ids(self) -> Tensor:
         """Token ids [2, 12] to observe the module with."""
         vocab = self.module.config.get_text_config().vocab_size
-        return torch.randint(0, vocab, (2, 12), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(0, vocab, (2, 12), generator=torch.Generator().manual_seed(0))
+        return ids.to(self.kernels.device)
 
     @torch.inference_mode()
     def _own_logits(self) -> Tensor:
         self._use("eager")
         ids = self._ids()
-        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.module(input_ids=ids, position_ids=positions, use_cache=False).logits.to(torch.float32)
 
     @torch.inference_mode()
@@ -155,7 +162,9 @@ class TransformersModel:
         self._probing = True
         try:
             output = self.module(
-                input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False
+                input_ids=ids,
+                position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
+                use_cache=False,
             )
         finally:
             self._probing = False
@@ -230,7 +239,12 @@ class TransformersModel:
         ids, block_size = self._ids(), 4
         total = ids.shape[1]
         caches = self.kernels.empty_cache(
-            self.spec.num_layers, 8, self.spec.num_kv_heads, self.spec.head_dim, block_size
+            self.spec.num_layers,
+            8,
+            self.spec.num_kv_heads,
+            self.spec.head_dim,
+            block_size,
+            self.kernels.dtype,
         )
         tables = [
             torch.tensor([3, 1, 6], dtype=torch.int32).numpy(),
@@ -243,7 +257,7 @@ class TransformersModel:
                 SequenceSlice(ids[i, low:high].tolist(), low, tables[i], range(high - low))
                 for i, (low, high) in work
             ]
-            batch = Batch.build(slices, block_size)
+            batch = Batch.build(slices, block_size).to(ids.device)
             logits = self.forward(batch.input_ids, batch.positions, batch.attention, batch.logit_rows, caches)
             for (i, _), part in zip(work, logits.split([high - low for _, (low, high) in work])):
                 got[i].append(part)
@@ -258,9 +272,9 @@ class TransformersModel:
             )
 
 
-def _flat_heads(x: Tensor, dim: int) -> Tensor:
-    """[1, heads, T, d] -> float32 [T, heads, dim], zero-padded, its last two dimensions contiguous."""
-    flat = x[0].transpose(0, 1).to(torch.float32)
+def _flat_heads(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """[1, heads, T, d] -> [T, heads, dim], zero-padded, its last two dimensions contiguous."""
+    flat = x[0].transpose(0, 1).to(dtype)
     if flat.shape[2] < dim:
         return F.pad(flat, (0, dim - flat.shape[2]))
     return flat if flat.stride(2) == 1 and flat.stride(1) == dim else flat.contiguous()

@@ -11,13 +11,18 @@ from torch import nn
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.models.checkpoint import Checkpoint
 
-_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None) -> Any:
     """The transformers module of a checkpoint; float32 weights stay views of its memory-mapped file.
 
-    dtype: ``auto`` (float32), ``float32`` or ``bfloat16``, which is also the precision of its arithmetic.
+    dtype: ``auto`` (float32), ``float32``, ``bfloat16`` or ``float16``, which is also the precision of its arithmetic.
     config: a transformers config to use instead of the checkpoint's own. Raises UnsupportedModelError if
     transformers has no such causal language model, ModelLoadError if the tensors do not fit it.
     """

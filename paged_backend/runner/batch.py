@@ -36,6 +36,21 @@ class Batch:
     logit_rows: Tensor
     attention: AttentionInputs
 
+    def to(self, device: torch.device) -> Batch:
+        """The same arrays on ``device``."""
+        attention = self.attention
+        return Batch(
+            self.input_ids.to(device),
+            self.positions.to(device),
+            self.logit_rows.to(device),
+            AttentionInputs(
+                attention.query_start_loc.to(device),
+                attention.seq_lens.to(device),
+                attention.block_table.to(device),
+                attention.slot_mapping.to(device),
+            ),
+        )
+
     @classmethod
     def build(cls, slices: Sequence[SequenceSlice], block_size: int) -> Batch:
         """Concatenate ``slices`` (at least one, each with at least one token) into flat arrays."""

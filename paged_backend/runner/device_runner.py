@@ -31,7 +31,8 @@ class DeviceRunner(Runner):
     """The engine's runner for ``device="cuda"``; with interpreted kernels on the CPU the same steps, for tests.
 
     Owns the model's KV memory: up to ``num_blocks`` blocks of ``block_size`` tokens in every layer. max_num_seqs,
-    max_model_len: what graphs are made for. capture: see ``decode_graphs``; None takes CUDA graphs on a GPU.
+    max_model_len: what graphs are made for. capture: see ``decode_graphs``; None takes CUDA graphs on a GPU, unless the
+    model cannot be captured (``graphs``).
     """
 
     runs_ahead = True
@@ -46,6 +47,7 @@ class DeviceRunner(Runner):
         max_num_seqs: int,
         max_model_len: int,
         capture: Capture | None = None,
+        graphs: bool = True,
     ) -> None:
         spec = model.spec
         self.model, self.kernels, self.block_size = model, kernels, block_size
@@ -54,7 +56,7 @@ class DeviceRunner(Runner):
         self.sampler = Sampler()
         self._staging = Staging(kernels.device)
         self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.device)
-        if capture is None and kernels.device.type == "cuda":
+        if capture is None and graphs and kernels.device.type == "cuda":
             capture = CudaCapture()
         self._graphs: DecodeGraphs | None = None
         if capture is not None:

@@ -141,6 +141,44 @@ def test_quantized_weights_run(one_layer: str, quantization: str) -> None:
     assert len(outputs[0].outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize("family", ["GPT2", "GptOss"])
+def test_modules_of_transformers_give_what_they_give_with_the_reference(family: str, tmp_path: Path) -> None:
+    # learned positions; a mixture of experts with attention sinks and windows in every other layer
+    import torch
+    import transformers
+
+    options = {
+        "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},
+        "GptOss": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "sliding_window": 8,
+            "max_position_embeddings": 64,
+        },
+    }[family]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=60, bos_token_id=1, eos_token_id=2, **options
+    )
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3)
+    module.save_pretrained(tmp_path)
+    prompts = [PROMPTS[0][:14], PROMPTS[1]]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=4, ignore_eos=True, detokenize=False)
+    theirs, _ = generate(str(tmp_path), prompts, params, kernels="reference")
+    ours, _ = generate(str(tmp_path), prompts, params, kernels="triton")
+    assert tokens(ours) == tokens(theirs)
+    assert len({token for samples in tokens(ours) for token in samples[0]}) > 2
+
+
 def test_a_gpu_that_is_not_there_is_named(one_layer: str) -> None:
     import torch
 
