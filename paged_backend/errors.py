@@ -41,6 +41,10 @@ class EngineClosedError(PagedBackendError):
     """The engine was closed; open a new one with ``get_engine`` or ``LLM``."""
 
 
+class DeviceLostError(PagedBackendError):
+    """The GPU has failed in a way that ends this process' use of it. Its engine is dead; a new process may go on."""
+
+
 class BatchError(RequestFailedError):
     """Some requests of a batch failed. ``outputs`` holds every result, the good ones included."""
 

@@ -24,7 +24,7 @@ from paged_backend.engine.intake import Intake
 from paged_backend.engine.request import Request
 from paged_backend.engine.stats import EngineStats
 from paged_backend.engine.stream import RequestHandle, RequestState
-from paged_backend.errors import EngineClosedError, RequestFailedError, RequestRejectedError
+from paged_backend.errors import DeviceLostError, EngineClosedError, RequestFailedError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 
@@ -234,6 +234,8 @@ class Engine:
                 self._outbox.put(core.step())
                 if not core.has_work:
                     core.check()  # a leak or a broken table becomes loud while nobody is harmed
+            except DeviceLostError:
+                raise  # nothing can be computed any more: the loop ends and everybody is told
             except Exception as error:
                 self._recover(error)
 

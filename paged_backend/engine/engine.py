@@ -23,7 +23,7 @@ from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
 from paged_backend.engine.works import work_of
-from paged_backend.errors import RequestFailedError
+from paged_backend.errors import DeviceLostError, RequestFailedError
 from paged_backend.runner.base import Result, Runner
 from paged_backend.runner.sampler import Sampled
 
@@ -99,7 +99,10 @@ class EngineCore:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
-        """Finish one step and return what it did, in batch order. Empty if there was nothing to do."""
+        """Finish one step and return what it did, in batch order. Empty if there was nothing to do.
+
+        Raises DeviceLostError, and what is a fault of the bookkeeping itself.
+        """
         flight, self._flight = self._flight or self._launch(), None
         if flight is None:
             return []
@@ -166,6 +169,8 @@ class EngineCore:
         return [self._alone(part, flight) for part in flight.parts]
 
     def _note_failure(self, flight: Flight, error: Exception) -> None:
+        if isinstance(error, DeviceLostError):
+            raise error
         flight.failed = True
         self.num_failed_steps += 1
         logger.warning("a step of %d requests failed (%r); running each alone", len(flight.parts), error)
@@ -178,6 +183,8 @@ class EngineCore:
             if not part.stands:
                 return None
             return self.runner.run([work_of(part.request, part.count)])[0]
+        except DeviceLostError:
+            raise
         except Exception as error:
             return error
 
@@ -329,6 +336,7 @@ class EngineCore:
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""
         self._flight = None
+        self.runner.close()
         del self.runner
         if self._masks is not None:
             self._masks.shutdown()

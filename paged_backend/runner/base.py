@@ -38,6 +38,8 @@ class Result:
 class Runner(ABC):
     """Runs steps, in the order in which they are launched. Writing KV is idempotent: a step may be run again, in parts.
 
+    Whatever a step raises is its own affair, but for DeviceLostError, after which none can be run.
+
     runs_ahead: ``launch`` returns before the step is done, and may be called for the next one before the results are
     asked for. Token ids of that next one may then be stand-ins (:func:`drawn_by`).
     """
@@ -57,6 +59,9 @@ class Runner(ABC):
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let go of the model and the KV memory; nothing can be run afterwards."""
 
     @abstractmethod
     def give_back(self, blocks: Sequence[int]) -> None:

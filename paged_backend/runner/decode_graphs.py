@@ -10,6 +10,7 @@ Graphs are captured when first needed, which takes as long as some steps; they s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,16 +21,24 @@ from torch import Tensor
 
 from paged_backend.runner.staging import Staging, room_for
 
-_SHORTEST = 1024  # the smallest bound of the context length
+_SHORTEST = 512  # the smallest bound of the context length: what decode attention takes in one piece
+_WIDENING = (
+    4  # each bound is that many times the one before: few graphs, and what is beyond a context costs little
+)
 
 
 Outputs = tuple[Tensor, ...]
+
+logger = logging.getLogger("paged_backend")
 
 
 class Capture(Protocol):
     """Makes ``run`` repeatable: (its results, a function that computes them anew, in place, from the same inputs)."""
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
+
+    def reset(self) -> None:
+        """What was captured so far is not used any more."""
 
 
 @dataclass(slots=True)
@@ -41,16 +50,16 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Graphs by (rows, longest context).
+    """Graphs by (variant, rows, longest context).
 
-    forward: (arrays on the device, bound of the context length) -> tensors on the device. complete: changes the arrays
-    on the device before each run, outside the graph. capture: makes a function repeatable; on a GPU
-    :class:`CudaCapture`. largest: most rows; most_context: longest context there can be.
+    forwards: variants of what a step does, (arrays on the device, bound of the context length) -> tensors on the
+    device. complete: changes the arrays on the device before each run, outside the graph. capture: makes a function
+    repeatable; on a GPU :class:`CudaCapture`. largest: most rows; most_context: longest context there can be.
     """
 
     def __init__(
         self,
-        forward: Callable[[dict[str, Tensor], int], Outputs],
+        forwards: Mapping[str, Callable[[dict[str, Tensor], int], Outputs]],
         staging: Staging,
         complete: Callable[[dict[str, Tensor]], None],
         capture: Capture,
@@ -58,48 +67,78 @@ class DecodeGraphs:
         most_context: int,
         block_size: int,
     ) -> None:
-        self._forward, self._staging, self._complete = forward, staging, complete
+        self._forwards, self._staging, self._complete = forwards, staging, complete
         self._capture = capture
         self._largest, self._most_context, self._block_size = largest, most_context, block_size
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[str, int, int], _Graph] = {}
+        self._refused: set[tuple[str, int, int]] = set()
 
     def clear(self) -> None:
-        """Forget every graph; they are captured anew when needed."""
+        """Forget every graph; they are captured anew when needed. None may be running."""
         self._graphs.clear()
+        self._refused.clear()
+        self._capture.reset()
 
-    def run(self, arrays: Mapping[str, np.ndarray], longest: int) -> Outputs:
-        """Pad ``arrays`` (see :func:`padded`), send them over and run; the results have padded rows at the end."""
+    def run(self, variant: str, arrays: Mapping[str, np.ndarray], longest: int) -> Outputs:
+        """Pad ``arrays`` (see :func:`padded`), send them over and run; the results have padded rows at the end.
+
+        What cannot be captured, for lack of memory say, is run without a graph, with a warning.
+        """
         rows = len(arrays["seq_lens"])
-        key = (graph_rows(rows, self._largest), graph_context(longest, self._most_context))
-        filled = padded(arrays, key[0], -(-key[1] // self._block_size))
+        key = (variant, graph_rows(rows, self._largest), graph_context(longest, self._most_context))
+        filled = padded(arrays, key[1], -(-key[2] // self._block_size))
         graph = self._graphs.get(key)
-        if graph is None:
-            room = torch.zeros(room_for(filled), dtype=torch.uint8, device=self._staging.device)
-            inputs = self._staging.send(filled, room)
-            self._complete(inputs)
-            outputs, replay = self._capture(lambda: self._forward(inputs, key[1]))
-            graph = self._graphs[key] = _Graph(room, inputs, outputs, replay)
-        else:
+        if graph is not None:
             self._staging.send(filled, graph.room)
             self._complete(graph.inputs)
-        graph.replay()
-        return graph.outputs
+            graph.replay()
+            return graph.outputs
+        keep = key not in self._refused
+        room = None
+        if keep:
+            room = torch.zeros(room_for(filled), dtype=torch.uint8, device=self._staging.device)
+        inputs = self._staging.send(filled, room)
+        self._complete(inputs)
+
+        def run() -> Outputs:
+            return self._forwards[variant](inputs, key[2])
+
+        if room is None:
+            return run()
+        try:
+            outputs, replay = self._capture(run)
+        except RuntimeError as error:
+            logger.warning("decode steps of %d rows run without a graph: %s", key[1], error)
+            self._refused.add(key)
+            return run()
+        self._graphs[key] = _Graph(room, inputs, outputs, replay)
+        replay()
+        return outputs
 
 
 class CudaCapture:
-    """Captures into one pool of memory; made in the thread that runs the model."""
+    """Captures on a stream and into a pool of memory of its own; made in the thread that runs the model.
+
+    Work spaces of libraries belong to the stream of a capture and go with its graphs, so the graphs of several engines
+    must not share one, as they would on torch's default. What other threads do meanwhile (another engine, the
+    caller's own code) does not disturb a capture.
+    """
 
     def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def reset(self) -> None:
+        """Begin a new pool: the old one goes when the last graph in it has gone."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()  # compiles kernels and makes workspaces, which a capture must not
-        torch.cuda.current_stream().wait_stream(side)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and makes work spaces, which a capture must not
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = run()
         return outputs, graph.replay
 
@@ -115,8 +154,11 @@ def graph_rows(rows: int, largest: int) -> int:
 
 
 def graph_context(longest: int, most: int) -> int:
-    """The next power of two, from 1024 on, so that short contexts do not pay for the longest possible."""
-    return min(max(_SHORTEST, 1 << (longest - 1).bit_length()), most)
+    """The next of 512, 2048, 8192 and so on, but not more than there can be."""
+    bound = _SHORTEST
+    while bound < longest:
+        bound *= _WIDENING
+    return min(bound, max(most, longest))
 
 
 def padded(arrays: Mapping[str, np.ndarray], rows: int, table_width: int) -> dict[str, np.ndarray]:

@@ -8,13 +8,15 @@ their logits, and so are prompt log-probabilities: those rows are copied back, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.errors import DeviceLostError
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.batch import Batch
@@ -58,17 +60,36 @@ class DeviceRunner(Runner):
         self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.device)
         if capture is None and graphs and kernels.device.type == "cuda":
             capture = CudaCapture()
+        self._logits: Tensor | None = (
+            None  # of the last decode step that was asked for them, [max_num_seqs, V]
+        )
         self._graphs: DecodeGraphs | None = None
         if capture is not None:
             self._graphs = DecodeGraphs(
-                self._decode, self._staging, self._resolve, capture, max_num_seqs, max_model_len, block_size
+                {"draw": self._decode, "with logits": self._decode_with_logits},
+                self._staging,
+                self._resolve,
+                capture,
+                max_num_seqs,
+                max_model_len,
+                block_size,
             )
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         return self.launch(works)()
 
-    @torch.inference_mode()
     def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+        with self._losses_told():
+            results = self._launch(works)
+
+        def wait() -> list[Result]:
+            with self._losses_told():
+                return results()
+
+        return wait
+
+    @torch.inference_mode()
+    def _launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
         batch = Batch.build([work.piece for work in works], self.block_size)
         lens = batch.attention.seq_lens
         arrays = {
@@ -80,35 +101,36 @@ class DeviceRunner(Runner):
             "block_table": batch.attention.block_table.numpy(),
         }
         rows, picks = _rows(works)
-        alone = [only_truncates(row) for row in rows]
+        arrays |= sampling_columns(rows)
+        others = [i for i, row in enumerate(rows) if not only_truncates(row)]
         longest = int(lens.max())
         self._make_room(int(arrays["block_table"].max()) + 1)
-        if self._graphs is not None and _is_decode(works) and all(alone):
-            (tokens,) = self._graphs.run(arrays | sampling_columns(rows), longest)
-            ids = self._keep(tokens[: len(rows)])
-            return lambda: [Result([sampled], []) for sampled in _sampled(ids())]
-
-        mine = [i for i, ok in enumerate(alone) if ok]
-        others = [i for i, ok in enumerate(alone) if not ok]
-        arrays["logit_rows"] = batch.logit_rows.numpy()
-        arrays["picks"] = np.array([picks[i] for i in mine], np.int64)
-        arrays["others"] = np.array([picks[i] for i in others], np.int64)
-        tensors = self._staging.send(arrays | sampling_columns([rows[i] for i in mine]))
-        if int(arrays["input_ids"].min()) < 0:
-            self._resolve(tensors)
-        counts = tuple({len(work.piece.token_ids) for work in works})
-        logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
-        drawn: Callable[[], list[int]] = list
-        if mine:
-            whole = arrays["picks"].tolist() == list(range(logits.shape[0]))
-            drawn = self._keep(self._draw(logits if whole else logits[tensors["picks"]], tensors))
-        left = logits[tensors["others"]] if others else None
+        logits: Tensor | None = None
+        if self._graphs is not None and _is_decode(works):
+            if others and self._logits is None:
+                shape = (len(self._drawn), self.vocab_size)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self.kernels.device)
+            (tokens,) = self._graphs.run("with logits" if others else "draw", arrays, longest)
+            tokens, source, picked = tokens[: len(rows)], self._logits, others
+        else:
+            arrays["logit_rows"] = batch.logit_rows.numpy()
+            arrays["picks"] = np.array(picks, np.int64)
+            tensors = self._staging.send(arrays)
+            if int(arrays["input_ids"].min()) < 0:
+                self._resolve(tensors)
+            counts = tuple({len(work.piece.token_ids) for work in works})
+            logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
+            whole = picks == list(range(logits.shape[0]))
+            tokens = self._draw(logits if whole else logits[tensors["picks"]], tensors)
+            source, picked = logits, [picks[i] for i in others]
+        drawn = self._keep(tokens)
+        left: Tensor | None = None
+        if others and source is not None:
+            left = source[self._staging.send({"picked": np.array(picked, np.int64)})["picked"]]
 
         @torch.inference_mode()
         def results() -> list[Result]:
-            sampled: list[Sampled | Exception | None] = [None] * len(rows)
-            for i, one in zip(mine, _sampled(drawn())):
-                sampled[i] = one
+            sampled = _sampled(drawn())
             if left is not None:
                 for i, other in zip(others, self.sampler.sample(left.cpu(), [rows[i] for i in others])):
                     sampled[i] = other
@@ -140,18 +162,17 @@ class DeviceRunner(Runner):
         ids.copy_(torch.where(ids < 0, drawn, ids))
 
     def _results(
-        self, works: Sequence[Work], logits: Tensor, sampled: list[Sampled | Exception | None]
+        self, works: Sequence[Work], logits: Tensor | None, sampled: Sequence[Sampled | Exception]
     ) -> list[Result]:
-        drawn = iter(one for one in sampled if one is not None)
+        drawn = iter(sampled)
         results: list[Result] = []
         first = 0
         for work in works:
             count = len(work.scored_ids)
-            scores = (
-                self.sampler.prompt_logprobs(logits[first : first + count], work.scored_ids, work.num_top)
-                if count
-                else []
-            )
+            scores: list[Sampled] = []
+            if count and logits is not None:
+                scored = logits[first : first + count]
+                scores = self.sampler.prompt_logprobs(scored, work.scored_ids, work.num_top)
             first += len(work.piece.logit_rows)
             results.append(Result([next(drawn) for _ in work.rows], scores))
         return results
@@ -179,6 +200,14 @@ class DeviceRunner(Runner):
         rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
         return (self._draw(self._forward(tensors, rows, (1,), longest), tensors),)
 
+    def _decode_with_logits(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
+        """The same, leaving the logits where the host finds those of the rows that it draws itself."""
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        logits = self._forward(tensors, rows, (1,), longest)
+        if self._logits is not None:
+            self._logits[: len(rows)].copy_(logits)
+        return (self._draw(logits, tensors),)
+
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._make_room(max(destination for _, destination in pairs) + 1)
@@ -187,11 +216,37 @@ class DeviceRunner(Runner):
     def give_back(self, blocks: Sequence[int]) -> None:
         """Nothing: a device's pool keeps what it has grown to until the engine closes."""
 
+    def close(self) -> None:
+        """Give the memory back now: graphs and runner hold each other, which a collection would find much later."""
+        self._graphs = self._logits = None
+        self.memory.caches.clear()
+        del self.model
+        if self.kernels.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _make_room(self, blocks: int) -> None:
-        if self.memory.ensure(blocks) and self._graphs is not None:
+        if blocks <= self.memory.held:
+            return
+        if self._graphs is not None:
             if self.kernels.device.type == "cuda":
                 torch.cuda.synchronize(self.kernels.device)  # one of them may be running
-            self._graphs.clear()  # they hold the addresses of the old tensors
+            self._graphs.clear()  # they hold the addresses of tensors of which the first may move before the last fails
+        self.memory.ensure(blocks)
+
+    @contextlib.contextmanager
+    def _losses_told(self) -> Iterator[None]:
+        """After an error, ask the device whether it still answers: some errors end a process' use of it for good."""
+        try:
+            yield
+        except Exception as error:
+            if self.kernels.device.type == "cuda":
+                try:
+                    torch.cuda.synchronize(self.kernels.device)
+                except Exception as gone:
+                    raise DeviceLostError(
+                        f"the GPU does not answer any more ({gone}), after: {error}; start a new process"
+                    ) from error
+            raise
 
 
 def _is_decode(works: Sequence[Work]) -> bool:
@@ -221,7 +276,11 @@ def sampling_columns(rows: Sequence[SampleRow]) -> dict[str, np.ndarray[Any, Any
         "top_k": np.fromiter((r.params.top_k or 0 for r in rows), np.int32, count),
         "top_p": np.fromiter((r.params.top_p for r in rows), np.float32, count),
         "min_p": np.fromiter((r.params.min_p or 0 for r in rows), np.float32, count),
-        "noise": np.fromiter((uniform(r.seed, len(r.output_token_ids)) for r in rows), np.float64, count),
+        "noise": np.fromiter(
+            (0.0 if r.params.greedy else uniform(r.seed, len(r.output_token_ids)) for r in rows),
+            np.float64,
+            count,
+        ),
     }
 
 

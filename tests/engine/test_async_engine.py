@@ -14,6 +14,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
 from paged_backend.errors import (
     ContextOverflowError,
+    DeviceLostError,
     EngineClosedError,
     RequestAbortedError,
     RequestFailedError,
@@ -88,6 +89,24 @@ def test_text_comes_out_of_text(engine):
     assert output.outputs[0].finish_reason == "length"
     assert output.prompt == "xab"
     assert output.finished
+
+
+def test_a_lost_device_ends_the_engine_and_tells_everybody(caplog):
+    engine = open_engine(ahead=True)
+
+    def lost(works):
+        raise DeviceLostError("the GPU does not answer any more")
+
+    gate = Gate(engine)
+    handles = [engine.submit("a", GREEDY) for _ in range(3)]
+    engine._core.runner.before_run = lost
+    gate.open = True
+    for handle in handles:
+        with pytest.raises(EngineClosedError, match="does not answer"):
+            handle.result(20)
+    wait_until(lambda: engine.health == "dead")  # what a supervisor restarts
+    with pytest.raises(EngineClosedError):
+        engine.submit("a", GREEDY)
 
 
 def test_token_ids_and_dicts_are_prompts_too(engine):

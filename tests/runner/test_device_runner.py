@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +54,17 @@ class Echo:
         return self.kernels.paged_attention(plan, q, caches[0], 0.4)[logit_rows] @ self.head
 
 
-def eager(run: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
+class Eager:
     """A "capture" on the CPU: what replays is the function itself, into the results of its first run."""
-    outputs = run()
-    return outputs, lambda: [old.copy_(new) for old, new in zip(outputs, run())]
+
+    resets = 0
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
+        outputs = run()
+        return outputs, lambda: [old.copy_(new) for old, new in zip(outputs, run())]
+
+    def reset(self) -> None:
+        self.resets += 1
 
 
 def row(position: int = 0, **options: Any) -> SampleRow:
@@ -108,7 +117,7 @@ def host_results() -> list[Any]:
     return [runner.run(works) for works in steps()]
 
 
-@pytest.mark.parametrize("capture", [None, eager])
+@pytest.mark.parametrize("capture", [None, Eager()])
 def test_the_device_runner_gives_what_the_host_runner_gives(capture: Any) -> None:
     runner = device_runner(capture)
     for works, expected in zip(steps(), host_results()):
@@ -123,7 +132,7 @@ def test_the_device_runner_gives_what_the_host_runner_gives(capture: Any) -> Non
                     assert mine.logprob == pytest.approx(theirs.logprob, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("capture", [None, eager])
+@pytest.mark.parametrize("capture", [None, Eager()])
 def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> None:
     greedy, drawn = row(temperature=0.0), row(1, temperature=1.0)
 
@@ -152,7 +161,7 @@ def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> N
 
 
 def test_graphs_are_captured_once_per_size_and_again_when_the_pool_has_moved() -> None:
-    runner = device_runner(eager, held=10)
+    runner = device_runner(Eager(), held=10)
     expected = host_results()
     for i in (0, 1, 2):
         runner.run(steps()[i])
@@ -167,8 +176,83 @@ def test_graphs_are_captured_once_per_size_and_again_when_the_pool_has_moved() -
     ]
 
 
+def test_rows_that_the_host_draws_do_not_keep_a_decode_step_from_being_a_graph() -> None:
+    def works() -> list[Work]:
+        penalised = row(1, repetition_penalty=1.5, temperature=0.0)
+        return [
+            decode(11, 6, [3, 9], row(1, temperature=0.7)),
+            decode(12, 3, [5], penalised),
+            decode(4, 4, [7, 8], row(1, temperature=0.0, logprobs=2)),
+        ]
+
+    runner, plain = device_runner(Eager()), device_runner()
+    for one in (runner, plain):
+        one.run(steps()[0])
+    expected = plain.run(works())
+    before = runner.model.forwards  # type: ignore[attr-defined]
+    for run in range(2):
+        assert runner.run(works()) == expected
+        assert runner.model.forwards == before + 2 + run  # type: ignore[attr-defined] # captured once, then replayed
+
+
+def test_graphs_are_forgotten_before_the_pool_moves_even_if_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paged_backend.runner import device_memory
+
+    runner = device_runner(Eager(), held=12)
+    for i in (0, 1, 2):
+        runner.run(steps()[i])
+    grown, calls = device_memory._grown, []
+
+    def failing(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+        calls.append(blocks)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("full")
+        return grown(tensor, blocks)
+
+    monkeypatch.setattr(device_memory, "_grown", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.run(steps()[3])
+    before = runner.model.forwards  # type: ignore[attr-defined]
+    again = runner.run(steps()[2])  # its graph would read the tensor that has moved
+    assert runner.model.forwards == before + 2  # type: ignore[attr-defined]
+    expected = host_results()[2]
+    assert [r.sampled[0].token_id for r in again] == [r.sampled[0].token_id for r in expected]
+
+
+def test_what_cannot_be_captured_runs_all_the_same() -> None:
+    class Refusing(Eager):
+        tries = 0
+
+        def __call__(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
+            self.tries += 1
+            raise RuntimeError("out of memory")
+
+    refusing = Refusing()
+    runner = device_runner(refusing)
+    for works, expected in zip(steps(), host_results()):
+        tokens = [[s.token_id for s in result.sampled] for result in runner.run(works)]
+        assert tokens == [[s.token_id for s in result.sampled] for result in expected]
+    assert refusing.tries == 2  # of two sizes, once each
+
+
+def test_closing_frees_the_pool_at_once() -> None:
+    runner = device_runner(Eager())
+    runner.run(steps()[0])
+    runner.run([decode(1, 3, [5], row(1, temperature=0.0))])
+    pool = weakref.ref(runner.memory.caches[0].key)
+    gc.disable()
+    try:
+        runner.close()
+        del runner
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
 def test_a_row_that_is_not_finite_fails_alone() -> None:
-    for capture in (None, eager):
+    for capture in (None, Eager()):
         runner = device_runner(capture)
         runner.run(steps()[0])
         runner.model.table[20] = float("nan")  # type: ignore[attr-defined]
@@ -250,7 +334,7 @@ def test_staged_arrays_arrive_as_they_were_and_keep_their_place_in_a_given_room(
 def test_graph_sizes_cover_what_they_are_for() -> None:
     assert [graph_rows(n, 256) for n in (1, 2, 3, 8, 9, 64, 65, 256)] == [1, 2, 4, 8, 16, 64, 96, 256]
     assert graph_rows(5, 6) == 6
-    assert [graph_context(n, 5000) for n in (1, 1024, 1025, 4097)] == [1024, 1024, 2048, 5000]
+    assert [graph_context(n, 5000) for n in (1, 512, 513, 2049, 5001)] == [512, 512, 2048, 5000, 5001]
     for rows in range(1, 300):
         assert rows <= graph_rows(rows, 256)
 
@@ -278,13 +362,13 @@ def test_a_graph_reads_what_was_sent_last() -> None:
         seen.append(tensors["seq_lens"].tolist())
         return (tensors["seq_lens"] * 2,)
 
-    graphs = DecodeGraphs(forward, Staging(CPU), lambda tensors: None, eager, 8, 2048, 16)
+    graphs = DecodeGraphs({"only": forward}, Staging(CPU), lambda tensors: None, Eager(), 8, 2048, 16)
     arrays = {
         "query_start_loc": np.arange(4, dtype=np.int32),
         "seq_lens": np.array([3, 4, 5], np.int32),
         "block_table": np.ones((3, 1), np.int32),
     }
-    graphs.run(arrays, 5)
+    graphs.run("only", arrays, 5)
     arrays["seq_lens"] = np.array([6, 7, 8], np.int32)
-    graphs.run(arrays, 8)
+    graphs.run("only", arrays, 8)
     assert seen[-1] == [6, 7, 8, 1]
