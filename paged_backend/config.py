@@ -31,7 +31,8 @@ class EngineConfig:
     num_blocks: KV pool limit in blocks; None sizes it by ``kv_cache_memory``.
     kv_cache_memory: pool limit in bytes; None takes a quarter of the machine's memory, or most of what the weights
         leave free on a GPU. Memory is committed only when a block is first used.
-    max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step.
+    max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step; None takes 512, on a GPU
+        2048, which such a card needs to be busy.
     enable_prefix_caching: share KV of equal prompt prefixes.
     threads: compute threads; None takes torch's default.
     seed: makes unseeded requests reproducible; None draws fresh entropy.
@@ -51,7 +52,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     threads: int | None = None
     seed: int | None = None
@@ -83,10 +84,10 @@ class EngineConfig:
                 "set dtype='bfloat16', and leave quantization, kernels and device alone"
             )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16"))
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads"):
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs"):
             _positive(name, getattr(self, name))
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
@@ -94,9 +95,9 @@ class EngineConfig:
             raise ValueError("num_blocks must be at least 2: block 0 is the null block and holds no tokens")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("give num_blocks or kv_cache_memory, not both")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.token_budget < self.max_num_seqs:
             # every running request must be able to decode one token in each step
-            object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
+            object.__setattr__(self, "max_num_seqs", self.token_budget)
         if self.trust_remote_code:
             raise ValueError("trust_remote_code=True is not supported: code from a checkpoint is never run")
 
@@ -104,6 +105,11 @@ class EngineConfig:
     def through_triton(self) -> bool:
         """Whether the Triton kernels are used: on a GPU, or if asked for."""
         return self.device != "cpu" or self.kernels == "triton"
+
+    @property
+    def token_budget(self) -> int:
+        """``max_num_batched_tokens``, decided."""
+        return self.max_num_batched_tokens or (512 if self.device == "cpu" else 2048)
 
     @property
     def activation_dtype(self) -> str:

@@ -172,11 +172,11 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     size, window = config.block_size, sliding_window(loaded.spec)
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(loaded.spec, size, kv_dtype)
-    blocks = config.num_blocks or pool_blocks(config, loaded.max_model_len, block_bytes)
+    blocks = config.num_blocks or pool_blocks(config, loaded.spec, loaded.max_model_len, block_bytes)
     runner: Any = ModelRunner(loaded.decoder, kernels, blocks, size, kv_dtype)
     cache = CacheManager(blocks, size, window, config.enable_prefix_caching)
     scheduler: Any = Scheduler(
-        cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.token_budget
     )
     core: Any = EngineCore(runner, cache, scheduler, loaded.max_model_len)
     scheduler.schedule = marks.wrap("schedule", scheduler.schedule)
@@ -195,7 +195,7 @@ def _profile(engine: Any, marks: Marks, running: int, steps: int, context: int) 
     vocab = engine.tokenizer.vocab_size
     prompts = [{"prompt_token_ids": [rng.randrange(vocab) for _ in range(context)]} for _ in range(running)]
     # the first requests begin to decode while the last ones are still prefilled
-    spare = -(-running * context // engine.config.max_num_batched_tokens) + 2
+    spare = -(-running * context // engine.config.token_budget) + 2
     params = SamplingParams(temperature=0, max_tokens=steps + spare, ignore_eos=True)
     engine.call(marks.clear)
     for handle in engine.submit_many(prompts, [params] * running):

@@ -64,12 +64,13 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients, with a page for people at /.
 
-    Steps have at most 192 tokens unless --max-num-batched-tokens says otherwise, so that a long prompt does not hold up
-    the streams of others.
+    On the CPU, steps have at most 192 tokens unless --max-num-batched-tokens says otherwise, so that a long prompt does
+    not hold up the streams of others.
 
     The first SIGINT or SIGTERM lets running requests finish, the second stops at once.
     """
-    engine = {"max_num_batched_tokens": STEP_TOKENS, **engine}
+    if engine.get("device", "cpu") == "cpu":
+        engine = {"max_num_batched_tokens": STEP_TOKENS, **engine}
     checked_config(model, engine)
     try:
         from paged_backend.server.auth import collect_keys

@@ -62,7 +62,7 @@ def start_engine(
     """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
-    num_blocks = config.num_blocks or pool_blocks(config, model.max_model_len, block_bytes)
+    num_blocks = config.num_blocks or pool_blocks(config, model.spec, model.max_model_len, block_bytes)
     runner = make_runner(config, kernels, model, num_blocks)
     cache = CacheManager(
         num_blocks, config.block_size, sliding_window(model.spec), config.enable_prefix_caching
@@ -70,7 +70,7 @@ def start_engine(
     scheduler = Scheduler(
         cache,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget,
         chunk_cost=chunk_cost(model.spec),
     )
     return Engine(
@@ -125,7 +125,7 @@ def sliding_window(spec: DecoderSpec) -> int | None:
     return max(w for w in spec.windows if w) if all(spec.windows) else None
 
 
-def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:
+def pool_blocks(config: EngineConfig, spec: DecoderSpec, max_model_len: int, block_bytes: int) -> int:
     """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's, or what is free on a device), the null
     block included.
 
@@ -134,9 +134,11 @@ def pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
     """
     memory = config.kv_cache_memory
     if memory is None and config.device != "cpu":
-        from paged_backend.runner.device_memory import free_device_memory
+        from paged_backend.runner.device_memory import free_device_memory, step_memory
 
-        memory = free_device_memory(config.device)
+        itemsize = getattr(torch, config.activation_dtype).itemsize
+        step = step_memory(spec, config.token_budget, config.max_num_seqs, itemsize)
+        memory = free_device_memory(config.device, step)
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     most = config.max_num_seqs * -(-max_model_len // config.block_size)

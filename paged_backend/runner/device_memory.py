@@ -19,14 +19,36 @@ if TYPE_CHECKING:
     from paged_backend.models.spec import DecoderSpec
 
 _SHARE = 0.9
+_WORK_SPACES = 1 << 30
 _FIRST_BLOCKS = 256
 _FIRST_SHARE = 8  # at least an eighth of the limit: three doublings at most
 
 
-def free_device_memory(device: str) -> int:
-    """Bytes for KV: nine tenths of what is free once the weights are loaded; the rest is for activations and graphs."""
+def free_device_memory(device: str, step_bytes: int) -> int:
+    """Bytes for KV: nine tenths of what is free once the weights are loaded, less if a step needs more than the rest.
+
+    step_bytes: see :func:`step_memory`. A GiB comes on top of it, for graphs and the work spaces of libraries.
+    Raises RuntimeError where nothing is left.
+    """
     torch.cuda.empty_cache()  # what loading has left in torch's own pool is free as well
-    return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
+    free = torch.cuda.mem_get_info(device)[0]
+    left = free - max(int(free * (1 - _SHARE)), step_bytes + _WORK_SPACES)
+    if left <= 0:
+        raise RuntimeError(
+            f"the weights leave {free >> 20} MiB of the GPU free and a step needs {step_bytes >> 20} MiB beside the KV "
+            "cache: lower max_num_batched_tokens or max_num_seqs, or use quantization"
+        )
+    return left
+
+
+def step_memory(spec: DecoderSpec, tokens: int, rows: int, itemsize: int) -> int:
+    """Bytes of a step's activations at their peak: ``tokens`` in one MLP, the logits of ``rows`` twice in float32.
+
+    itemsize: bytes of an activation.
+    """
+    mlp = spec.intermediate_size or 4 * spec.hidden_size
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return tokens * (3 * mlp + heads + 4 * spec.hidden_size) * itemsize + 2 * rows * spec.vocab_size * 4
 
 
 class GrowingCache:

@@ -208,3 +208,14 @@ def test_an_interpreter_with_a_running_engine_exits_cleanly(tiny_model):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_a_step_has_more_tokens_on_a_gpu_unless_told_otherwise():
+    from paged_backend.config import EngineConfig
+
+    assert EngineConfig("x").token_budget == 512
+    assert EngineConfig("x", device="cuda").token_budget == 2048
+    assert EngineConfig("x", device="cuda", max_num_batched_tokens=100).token_budget == 100
+    assert EngineConfig("x", max_num_batched_tokens=100).max_num_seqs == 100
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        EngineConfig("x", max_num_batched_tokens=0)

@@ -372,3 +372,27 @@ def test_a_graph_reads_what_was_sent_last() -> None:
     arrays["seq_lens"] = np.array([6, 7, 8], np.int32)
     graphs.run("only", arrays, 8)
     assert seen[-1] == [6, 7, 8, 1]
+
+
+def test_the_pool_leaves_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged_backend.runner.device_memory import free_device_memory, step_memory
+
+    free = [80 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
+    assert 0.899 < free_device_memory("cuda", 1 << 30) / free[0] < 0.901
+    free[0] = 10 << 30  # a large model on the same card
+    assert free_device_memory("cuda", 3 << 30) == (10 - 3 - 1) << 30
+    with pytest.raises(RuntimeError, match="max_num_batched_tokens"):
+        free_device_memory("cuda", 9 << 30)
+
+    spec: Any = SimpleNamespace(
+        intermediate_size=14336,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+    assert step_memory(spec, 2048, 0, 2) > 2048 * 3 * 14336 * 2
+    assert step_memory(spec, 1, 256, 2) > 256 * 128256 * 8
