@@ -57,6 +57,8 @@ _NOT_WEIGHTS = re.compile(
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP = re.compile(r"(\w+)\.(weight|bias)")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DEMO_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model card of SmolLM2-135M-Instruct samples with; at temperature 1 so small a model writes gibberish."""
 
 
 class GGUFTensors(Mapping[str, TensorSource]):
@@ -128,7 +130,8 @@ class GGUFTensors(Mapping[str, TensorSource]):
 def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
     """Open a GGUF file as a ``Checkpoint``; of a model in several parts, any one of them.
 
-    Reads the header only. expand: a faster way to expand packed tensors.
+    Reads the header only. expand: a faster way to expand packed tensors. The demo model's file comes with the sampling
+    defaults of its model card.
     Raises ``ModelLoadError`` for a missing or damaged file (naming file and tensor)
     and ``UnsupportedModelError`` for an architecture, setting or tensor without an implementation.
     """
@@ -138,6 +141,8 @@ def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
         config = build_config(files)
         tensors = GGUFTensors(files, config, expand)
         generation_config = build_generation_config(files[0])
+        if _is_demo(path):
+            generation_config.update(_DEMO_SAMPLING)
     except ModelLoadError as error:
         if str(files[0].path.parent) in str(error):
             raise
@@ -151,6 +156,13 @@ def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
         tokenizer_source=str(path),
         tokenizer_options={"gguf_file": path.name},
     )
+
+
+def _is_demo(path: Path) -> bool:
+    try:
+        return demo_path().samefile(path)
+    except (ModelLoadError, OSError):  # it is not installed
+        return False
 
 
 def _hf_name(name: str, architecture: str) -> str | None:

@@ -592,8 +592,17 @@ def test_the_demo_config(demo):
     assert demo.config["architectures"] == ["LlamaForCausalLM"]
     assert demo.config["tie_word_embeddings"] is True
     assert math.isclose(demo.config["rms_norm_eps"], 1e-5, rel_tol=1e-12)
-    assert demo.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    sampling = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # of its model card
+    assert demo.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **sampling}
     assert len(demo.tensors) == 272
+
+
+def test_only_the_demo_file_gets_the_demo_models_sampling_defaults(demo, tmp_path):
+    (tmp_path / "model.gguf").symlink_to(demo.path)
+    assert "temperature" in load_gguf(tmp_path / "model.gguf").generation_config  # the same file by another name
+    copied = tmp_path / "copy.gguf"
+    copied.write_bytes(demo.path.read_bytes())
+    assert "temperature" not in load_gguf(copied).generation_config
 
 
 @pytest.mark.slow
