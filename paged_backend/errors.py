@@ -21,8 +21,23 @@ class UnsupportedModelError(ModelLoadError):
     """The architecture or one of its settings has no implementation here."""
 
 
+class BackendUnavailableError(PagedBackendError, RuntimeError):
+    """The kernels or the device that were asked for are not to be had on this machine."""
+
+
 class RequestRejectedError(PagedBackendError, ValueError):
-    """A request was refused at the door; the engine never saw it and goes on serving."""
+    """A request was refused at the door; the engine never saw it and goes on serving.
+
+    index: its place in the batch it came in, None for one by itself.
+    """
+
+    index: int | None = None
+
+    def at(self, index: int, count: int) -> RequestRejectedError:
+        """The same error of prompt ``index`` of ``count``, named in the message."""
+        told = type(self)(f"prompt {index} of {count}: {self}" if count > 1 else str(self))
+        told.index = index
+        return told
 
 
 class ContextOverflowError(RequestRejectedError):

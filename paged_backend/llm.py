@@ -10,7 +10,7 @@ from typing import Any
 from paged_backend.engine.inputs import Prompt, as_prompts
 from paged_backend.engine.registry import get_engine
 from paged_backend.engine.stream import RequestHandle
-from paged_backend.errors import BatchError
+from paged_backend.errors import BatchError, EngineClosedError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tools.formats import tool_format_for
@@ -28,9 +28,14 @@ class LLM:
 
     def __init__(self, model: str, **engine_options: Any) -> None:
         self.engine = get_engine(model, **engine_options)
+        self._closed = False
 
     @property
     def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, by the name of vLLM's method."""
         return self.engine.tokenizer
 
     def generate(
@@ -48,9 +53,14 @@ class LLM:
         Raises :class:`RequestRejectedError` naming the first prompt that could never run, before any runs; after
         all have ended :class:`BatchError` if some failed, with every result in its ``outputs``.
         """
+        self._ensure_open()
         items = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(items)
+        elif isinstance(sampling_params, Mapping):
+            raise TypeError(
+                "sampling_params must be SamplingParams, got a dict: use SamplingParams(**options)"
+            )
         else:
             params = list(sampling_params)
             if len(params) != len(items):
@@ -76,8 +86,15 @@ class LLM:
         tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it. Calls
         stand in the outputs' text: ``paged_backend.tools.parse_reply`` reads them.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
+        self._ensure_open()
+        single = bool(messages) and isinstance(messages, Sequence) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
+        for conversation in conversations:
+            if isinstance(conversation, (str, bytes, Mapping)) or not isinstance(conversation, Sequence):
+                raise RequestRejectedError(
+                    'a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}], '
+                    f"got {conversation!r:.80}"
+                )
         tool_format = tool_format_for(self.tokenizer, chat_template)
         prompts: list[Prompt] = [
             chat_prompt(
@@ -129,8 +146,14 @@ class LLM:
                 bar.set_postfix_str(f"{rate:.1f} tok/s, KV {self.engine.stats().kv_usage:.0%}", refresh=True)
 
     def close(self) -> None:
-        """Give up the engine; the last user's close frees its memory."""
-        self.engine.close()
+        """Give up the engine; the last user's close frees its memory. Others who use it are not affected."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this LLM was closed: make a new one")
 
     def __enter__(self) -> LLM:
         return self

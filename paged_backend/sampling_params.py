@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -238,12 +238,14 @@ def _int(name: str, value: Any, low: int | None) -> None:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
+    _check(name, value is None or isinstance(value, (str, Iterable)), "a string or a list of strings", value)
     items = (value,) if isinstance(value, str) else tuple(value or ())
     _check(name, all(isinstance(s, str) and s for s in items), "non-empty strings", value)
     return items
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
+    _check(name, value is None or isinstance(value, Iterable), "a list of token ids", value)
     items = tuple(value or ())
     good = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items)
     _check(name, good, "token ids >= 0", value)

@@ -124,10 +124,19 @@ class Engine:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str | None] | None = None,
     ) -> list[RequestHandle]:
-        """Queue several at once, so that the first step sees all of them. Every one is checked before any is queued."""
+        """Queue several at once, so that the first step sees all of them. Every one is checked before any is queued.
+
+        What :class:`RequestRejectedError` says begins with the number of the prompt, which is its ``index`` too.
+        """
         self._ensure_open()
         ids = request_ids or [None] * len(prompts)
-        return self._enqueue([self._intake.prepare(*item) for item in zip(prompts, params, ids)])
+        made = []
+        for index, item in enumerate(zip(prompts, params, ids)):
+            try:
+                made.append(self._intake.prepare(*item))
+            except RequestRejectedError as error:
+                raise error.at(index, len(prompts)) from error.__cause__
+        return self._enqueue(made)
 
     def _enqueue(self, made: Sequence[tuple[list[Request], RequestState]]) -> list[RequestHandle]:
         if len({state.request_id for _, state in made}) < len(made):

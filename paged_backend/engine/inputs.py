@@ -9,13 +9,17 @@ from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
+"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` (with both, the text is only shown)."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or a sequence of prompts -> list. A flat sequence of ints is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, (bytes, bytearray)):
+        raise RequestRejectedError("a prompt must be text, got bytes: decode them first")
     try:
         items = list(prompts)
     except TypeError:
@@ -30,6 +34,11 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]]:
     """(text or None, token ids). Raises :class:`RequestRejectedError` for anything else than a :data:`Prompt`."""
     if isinstance(prompt, Mapping):
+        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+        if unknown:
+            raise RequestRejectedError(
+                f"a prompt dict has 'prompt' or 'prompt_token_ids', and this engine knows no {unknown[0]!r}"
+            )
         if prompt.get("prompt_token_ids") is not None:
             text, prompt = prompt.get("prompt"), prompt["prompt_token_ids"]
             return text, encode_prompt(prompt, tokenizer)[1]
@@ -45,7 +54,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
                 "the prompt is empty (it encodes to no tokens): give at least one token"
             )
         return prompt, token_ids
-    if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+    if (isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))) or hasattr(
+        prompt, "tolist"
+    ):
         items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if all(_is_id(item) for item in items):
             return None, [int(item) for item in items]

@@ -53,6 +53,8 @@ class Intake:
         cache_salt: str | None = None,
     ) -> tuple[list[Request], RequestState]:
         """The request (one per sample if it is resumed) and its state. Raises :class:`RequestRejectedError`."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         request_id = request_id or f"request-{next(self._ids)}"
         params = params.resolved(self._generation_config)
         text, token_ids = encode_prompt(prompt, self._tokenizer)

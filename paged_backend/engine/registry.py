@@ -89,7 +89,7 @@ def get_engine(model: str, *, share: bool = True, **options: Any) -> Engine:
     """The engine for ``model`` in this process; opened if need be. See :class:`EngineConfig` for the options.
 
     Callers that name the same model get the same engine, unless they ask for another way to hold its weights or
-    pass ``share=False``. Each caller closes its own use (``close`` or ``with``); the last one really closes it.
+    pass ``share=False``. Each caller closes its own use (``close`` or ``with``), once; the last one really closes it.
     """
     config = EngineConfig.from_options(model, **options)
     if not share:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_backend.chat_template import plain_data, tool_schema
+from paged_backend.errors import RequestRejectedError
 from paged_backend.tools.formats import ToolFormat
 
 _INTRODUCTION = """You can call functions to do what you are asked. These are the functions, as JSON schemas:
@@ -33,6 +34,13 @@ def chat_prompt(
     messages: in OpenAI's form, tool calls and tool results included. tools: in OpenAI's form. Raises
     ``RequestRejectedError`` for what the template refuses.
     """
+    for index, message in enumerate(messages):
+        if (
+            isinstance(message, Mapping)
+            and message.get("content") is None
+            and message.get("role") != "assistant"
+        ):
+            raise RequestRejectedError(f"message {index} has no 'content', only {list(message)}")
     if tool_format.native:
         chat = [_nine(message) for message in messages] if tool_format.name == "mistral" else list(messages)
         text = tokenizer.apply_chat_template(chat, tools=tools or None, **template_options)

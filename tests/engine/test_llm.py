@@ -219,3 +219,44 @@ def test_a_step_has_more_tokens_on_a_gpu_unless_told_otherwise():
     assert EngineConfig("x", max_num_batched_tokens=100).max_num_seqs == 100
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         EngineConfig("x", max_num_batched_tokens=0)
+
+
+def test_closing_twice_takes_nothing_from_others(tiny_model):
+    mine, theirs = (LLM(tiny_model, **OPTIONS) for _ in range(2))
+    mine.close()
+    mine.close()
+    with mine:
+        pass
+    assert len(theirs.generate([[5, 6]], GREEDY, use_tqdm=False)) == 1
+    with pytest.raises(EngineClosedError, match="this LLM was closed"):
+        mine.generate([[5, 6]], GREEDY, use_tqdm=False)
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate("a", {"temperature": 0}), r"SamplingParams\(\*\*options\)"),
+        (lambda llm: llm.engine.submit("a", {"max_tokens": 1}), "must be SamplingParams, got dict"),
+        (lambda llm: llm.chat("hi"), "a conversation is a list of messages"),
+        (lambda llm: llm.chat(["hi"]), "a conversation is a list of messages"),
+        (
+            lambda llm: llm.chat([{"role": "user", "text": "x"}]),
+            r"message 0 has no 'content', only \['role', 'text'\]",
+        ),
+        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {}}), "knows no 'multi_modal_data'"),
+        (lambda llm: llm.generate(b"x"), "bytes"),
+        (lambda llm: llm.generate([b"x"]), "bytes|a prompt must be text"),
+        (lambda llm: SamplingParams(stop=5), "stop must be a string"),
+        (lambda llm: SamplingParams(stop_token_ids=5), "stop_token_ids must be a list"),
+    ],
+)
+def test_what_is_given_wrongly_is_named(llm, call, message):
+    with pytest.raises((RequestRejectedError, TypeError, ValueError), match=message):
+        call(llm)
+
+
+def test_a_refusal_says_which_prompt_it_is_about(llm):
+    with pytest.raises(RequestRejectedError, match=r"prompt 2 of 3: .*vocabulary") as refused:
+        llm.generate([[5], [6], [300]], GREEDY, use_tqdm=False)
+    assert refused.value.index == 2
