@@ -6,6 +6,8 @@ import warnings
 
 from paged_backend.kernels.base import Kernels
 
+from paged_backend.errors import BackendUnavailableError
+
 
 def select_kernels(
     name: str = "auto",
@@ -19,7 +21,7 @@ def select_kernels(
     On the CPU ``auto`` is C if it can be built, else the torch reference with a warning. threads: compute threads of
     the C kernels; None takes torch's number. dtype: of the activations of the Triton kernels; the others have float32.
     matmul_precision: see ``CpuKernels``; the other kernels have nothing faster and stay at ``highest``.
-    Raises RuntimeError naming the fix where the device or Triton is missing.
+    Raises BackendUnavailableError naming the fix where the device, Triton or (for ``c``) a compiler is missing.
     """
     if device != "cpu" or name == "triton":
         if name not in ("auto", "triton"):
@@ -53,7 +55,7 @@ def _triton_kernels(device: str, dtype: str) -> Kernels:
             built = (
                 "" if torch.version.cuda or torch.version.hip else " (this torch is built for the CPU only)"
             )
-            raise RuntimeError(
+            raise BackendUnavailableError(
                 f"device={device!r} needs a GPU that torch can use, and there is none{built}: use device='cpu', or "
                 "install a torch built for your GPU and check that the driver is loaded"
             )
@@ -62,5 +64,10 @@ def _triton_kernels(device: str, dtype: str) -> Kernels:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise RuntimeError("the GPU kernels need Triton: pip install 'paged-backend[triton]'") from error
-    return TritonKernels(device, dtype)
+        raise BackendUnavailableError(
+            "the GPU kernels need Triton: pip install 'paged-backend[triton]'"
+        ) from error
+    try:
+        return TritonKernels(device, dtype)
+    except RuntimeError as error:
+        raise BackendUnavailableError(str(error)) from error

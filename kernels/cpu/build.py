@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from paged_backend.errors import BackendUnavailableError
+
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -34,7 +36,7 @@ _NATIVE = (
 WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
 
 
-class KernelBuildError(RuntimeError):
+class KernelBuildError(BackendUnavailableError):
     """The C kernels cannot be compiled or loaded here; the message says why and names the fix."""
 
 

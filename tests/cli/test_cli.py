@@ -294,6 +294,30 @@ def test_a_missing_model_ends_with_one_clear_line(command, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--device", "cuda"], "device='cpu'"),
+        (["--kernels", "triton"], "Triton"),
+        (["--kernels", "c"], "C compiler"),
+    ],
+)
+def test_kernels_that_are_not_to_be_had_here_end_with_one_clear_line(
+    command, arguments, hint, model, tmp_path, monkeypatch
+):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PAGED_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    result = CliRunner().invoke(app, [command, model, *arguments], input="hi\n")
+    assert result.exit_code == 1, result.exception
+    assert result.stderr.splitlines()[-1].startswith("paged-backend: cannot ")
+    assert hint in result.stderr
+
+
 def test_a_folder_without_a_model_is_named(tmp_path):
     result = CliRunner().invoke(app, ["run", str(tmp_path), "hi"])
     assert result.exit_code == 1

@@ -598,9 +598,9 @@ def test_the_demo_config(demo):
 
 
 def test_only_the_demo_file_gets_the_demo_models_sampling_defaults(demo, tmp_path):
-    (tmp_path / "model.gguf").symlink_to(demo.path)
-    assert "temperature" in load_gguf(tmp_path / "model.gguf").generation_config  # the same file by another name
-    copied = tmp_path / "copy.gguf"
+    linked, copied = tmp_path / "model.gguf", tmp_path / "copy.gguf"
+    linked.symlink_to(demo.path)
+    assert "temperature" in load_gguf(linked).generation_config  # the same file by another name
     copied.write_bytes(demo.path.read_bytes())
     assert "temperature" not in load_gguf(copied).generation_config
 
