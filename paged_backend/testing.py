@@ -15,7 +15,7 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.engine import EngineCore
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.runner.base import Result, Runner, Work
-from paged_backend.runner.sampler import Sampled
+from paged_backend.runner.sampler import Sampled, SampleRow, only_truncates
 
 if TYPE_CHECKING:
     from paged_backend.engine.async_engine import Engine
@@ -167,6 +167,9 @@ class AheadRunner(ScriptedRunner):
 
         self._queue.append(compute)
         return results
+
+    def draws_alone(self, row: SampleRow) -> bool:
+        return only_truncates(row)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._queue.append(lambda: super(AheadRunner, self).copy_blocks(pairs))

@@ -197,3 +197,34 @@ class TritonKernels(Kernels):
         See ``sampling.sample`` for the arguments, each of length R and on the device.
         """
         return self._launch.sample(logits, temperature, top_k, top_p, min_p, noise)
+
+    def penalise(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        longest: int,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        sequences: Tensor,
+        prompt_lens: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+    ) -> None:
+        """Apply penalties to logits float32 [R, V] in place, by the tokens before them.
+
+        ids: int64 [num_blocks, block_size], the token of each slot. longest: at least the largest context. The others
+        are those of ``penalties.count_tokens`` and ``penalties.penalise``, on the device.
+        """
+        self._launch.penalise(
+            logits,
+            ids,
+            longest,
+            block_table,
+            seq_lens,
+            sequences,
+            prompt_lens,
+            repetition,
+            frequency,
+            presence,
+        )

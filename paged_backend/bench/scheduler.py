@@ -81,6 +81,11 @@ class Busy(Instant):
     def run(self, works: Sequence[Any]) -> list[Any]:
         return self.launch(works)()
 
+    def draws_alone(self, row: Any) -> bool:
+        from paged_backend.runner.sampler import only_truncates
+
+        return only_truncates(row)
+
     def launch(self, works: Sequence[Any]) -> Callable[[], list[Any]]:
         ends = self._free_at = max(time.perf_counter(), self._free_at) + self._seconds
 

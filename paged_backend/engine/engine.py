@@ -106,7 +106,7 @@ class EngineCore:
         flight, self._flight = self._flight or self._launch(), None
         if flight is None:
             return []
-        if self.runner.runs_ahead and flight.foreseeable:
+        if self.runner.runs_ahead and flight.foreseeable(self.runner.draws_alone):
             flight.assume()
             self._flight = self._launch()
         updates = self._land(flight)

@@ -104,6 +104,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
         config.max_num_seqs,
         model.max_model_len,
         graphs=isinstance(model.decoder, Decoder),  # modules of transformers may look at values on the way
+        whole_contexts=sliding_window(model.spec) is None,
     )
 
 

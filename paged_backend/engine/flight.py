@@ -5,8 +5,8 @@ know that a request will have one more token, not which. ``assume`` makes the re
 succeeded, with stand-ins for the tokens it draws; the step launched behind it names them, and the runner puts in what
 was drawn. A request that turns out to have ended has then been computed one token too far, which nobody sees.
 
-This is possible where nothing else depends on the tokens (``foreseeable``): no grammar, penalty, log-probability, beam
-or fork. Otherwise the next step is scheduled when the results are there.
+This is possible where nothing on the host depends on the tokens (``foreseeable``): no grammar, log-probability, beam or
+fork. Otherwise the next step is scheduled when the results are there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.works import scored_positions, work_of
 from paged_backend.runner.base import Result, Work, drawn_by
-from paged_backend.runner.sampler import only_truncates
+from paged_backend.runner.sampler import SampleRow
 
 
 @dataclass(slots=True)
@@ -58,11 +58,10 @@ class Flight:
         self.failed = False
         self._assumed = False
 
-    @property
-    def foreseeable(self) -> bool:
-        """Whether the next step can be scheduled without knowing this one's results."""
+    def foreseeable(self, draws_alone: Callable[[SampleRow], bool]) -> bool:
+        """Whether the next step can be scheduled without knowing this one's results. draws_alone: the runner's."""
         return not self.failed and all(
-            not work.scored_ids and len(work.rows) <= 1 and all(map(only_truncates, work.rows))
+            not work.scored_ids and len(work.rows) <= 1 and all(map(draws_alone, work.rows))
             for work in self.works
         )
 

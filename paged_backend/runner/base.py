@@ -56,6 +56,10 @@ class Runner(ABC):
         results = self.run(works)
         return lambda: results
 
+    def draws_alone(self, row: SampleRow) -> bool:
+        """Of a runner that runs ahead: whether it can draw this row before the host knows the tokens before it."""
+        return False
+
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, before the step that writes to the destinations."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paged_backend.runner.staging import Staging, room_for
 
+_PADDING = {"seq_lens": 1, "prompt_lens": -1}
 _SHORTEST = 512  # the smallest bound of the context length: what decode attention takes in one piece
 _WIDENING = (
     4  # each bound is that many times the one before: few graphs, and what is beyond a context costs little
@@ -162,7 +163,8 @@ def graph_context(longest: int, most: int) -> int:
 
 
 def padded(arrays: Mapping[str, np.ndarray], rows: int, table_width: int) -> dict[str, np.ndarray]:
-    """A decode batch with rows added: sequences of one token, id 0, in slot 0 of the null block, drawn greedily.
+    """A decode batch with rows added: sequences of one token, id 0, in slot 0 of the null block, drawn greedily and
+    without penalties.
 
     arrays: per-row arrays [n, ...] by name, ``query_start_loc`` [n + 1], ``block_table`` [n, width], which becomes
     [rows, table_width].
@@ -176,7 +178,7 @@ def padded(arrays: Mapping[str, np.ndarray], rows: int, table_width: int) -> dic
             table[: len(array), : array.shape[1]] = array
             filled[name] = table
         else:
-            out = np.full(rows, 1 if name == "seq_lens" else 0, array.dtype)
+            out = np.full(rows, _PADDING.get(name, 0), array.dtype)
             out[: len(array)] = array
             filled[name] = out
     return filled

@@ -1,16 +1,16 @@
 """DeviceRunner: a step on a GPU. One copy of arrays there, the model and the draw, one copy of token ids back.
 
 The host waits once a step, for the token ids, and by then it has launched the next one: what a step draws stays on the
-device too, and the next step's stand-ins (``base.drawn_by``) are replaced there. Rows that ask for more than
-temperature, top-k, top-p and min-p (penalties, grammars, log-probabilities, beams) are drawn by the host's sampler from
-their logits, and so are prompt log-probabilities: those rows are copied back, and no others.
+device too, and the next step's stand-ins (``base.drawn_by``) are replaced there. So are the ids of all tokens whose
+keys and values the pool holds, for the penalties. Rows that ask for more than these, temperature, top-k, top-p and
+min-p (grammars, masks, log-probabilities, beams) are drawn by the host's sampler from their logits, and so are prompt
+log-probabilities: those rows are copied back, and no others.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,20 @@ from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.batch import Batch
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from paged_backend.runner.device_memory import GrowingCache
+from paged_backend.runner.device_rows import is_decode, penalty_columns, rows_of, sampled_of, sampling_columns
 from paged_backend.runner.model_runner import Model
-from paged_backend.runner.sampler import Sampled, Sampler, SampleRow, not_finite, only_truncates, uniform
+from paged_backend.runner.sampler import (
+    Sampled,
+    Sampler,
+    SampleRow,
+    only_penalises,
+    only_truncates,
+    penalised,
+)
 from paged_backend.runner.staging import Staging
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "noise")
+_PENALTIES = ("sequences", "prompt_lens", "repetition", "frequency", "presence")
 
 
 class DeviceRunner(Runner):
@@ -34,7 +43,8 @@ class DeviceRunner(Runner):
 
     Owns the model's KV memory: up to ``num_blocks`` blocks of ``block_size`` tokens in every layer. max_num_seqs,
     max_model_len: what graphs are made for. capture: see ``decode_graphs``; None takes CUDA graphs on a GPU, unless the
-    model cannot be captured (``graphs``).
+    model cannot be captured (``graphs``). whole_contexts: tables name the blocks of all tokens of a sequence, none
+    being given up to a sliding window; else penalties are the host's business.
     """
 
     runs_ahead = True
@@ -50,6 +60,7 @@ class DeviceRunner(Runner):
         max_model_len: int,
         capture: Capture | None = None,
         graphs: bool = True,
+        whole_contexts: bool = True,
     ) -> None:
         spec = model.spec
         self.model, self.kernels, self.block_size = model, kernels, block_size
@@ -57,6 +68,8 @@ class DeviceRunner(Runner):
         self.memory = GrowingCache(kernels, spec, num_blocks, block_size, kv_dtype)
         self.sampler = Sampler()
         self._staging = Staging(kernels.device)
+        self._whole_contexts = whole_contexts
+        self._ids = torch.zeros(num_blocks, block_size, dtype=torch.int64, device=kernels.device)  # by slot
         self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.device)
         if capture is None and graphs and kernels.device.type == "cuda":
             capture = CudaCapture()
@@ -66,7 +79,11 @@ class DeviceRunner(Runner):
         self._graphs: DecodeGraphs | None = None
         if capture is not None:
             self._graphs = DecodeGraphs(
-                {"draw": self._decode, "with logits": self._decode_with_logits},
+                {
+                    "draw": self._decode,
+                    "penalise": self._decode_penalised,
+                    "with logits": self._decode_with_logits,
+                },
                 self._staging,
                 self._resolve,
                 capture,
@@ -74,6 +91,9 @@ class DeviceRunner(Runner):
                 max_model_len,
                 block_size,
             )
+
+    def draws_alone(self, row: SampleRow) -> bool:
+        return only_penalises(row) and (self._whole_contexts or not penalised(row))
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         return self.launch(works)()
@@ -100,17 +120,22 @@ class DeviceRunner(Runner):
             "seq_lens": lens.numpy(),
             "block_table": batch.attention.block_table.numpy(),
         }
-        rows, picks = _rows(works)
+        rows, picks = rows_of(works)
         arrays |= sampling_columns(rows)
-        others = [i for i, row in enumerate(rows) if not only_truncates(row)]
+        variant, others = "draw", list[int]()
+        if not all(map(self.draws_alone, rows)):
+            variant, others = "with logits", [i for i, row in enumerate(rows) if not only_truncates(row)]
+        elif any(map(penalised, rows)):
+            variant = "penalise"
+            arrays |= penalty_columns(works)
         longest = int(lens.max())
         self._make_room(int(arrays["block_table"].max()) + 1)
         logits: Tensor | None = None
-        if self._graphs is not None and _is_decode(works):
+        if self._graphs is not None and is_decode(works):
             if others and self._logits is None:
                 shape = (len(self._drawn), self.vocab_size)
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self.kernels.device)
-            (tokens,) = self._graphs.run("with logits" if others else "draw", arrays, longest)
+            (tokens,) = self._graphs.run(variant, arrays, longest)
             tokens, source, picked = tokens[: len(rows)], self._logits, others
         else:
             arrays["logit_rows"] = batch.logit_rows.numpy()
@@ -121,7 +146,10 @@ class DeviceRunner(Runner):
             counts = tuple({len(work.piece.token_ids) for work in works})
             logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
             whole = picks == list(range(logits.shape[0]))
-            tokens = self._draw(logits if whole else logits[tensors["picks"]], tensors)
+            drawn_from = logits if whole else logits[tensors["picks"]]
+            if variant == "penalise":
+                self._penalise(drawn_from, tensors, longest)
+            tokens = self._draw(drawn_from, tensors)
             source, picked = logits, [picks[i] for i in others]
         drawn = self._keep(tokens)
         left: Tensor | None = None
@@ -130,7 +158,7 @@ class DeviceRunner(Runner):
 
         @torch.inference_mode()
         def results() -> list[Result]:
-            sampled = _sampled(drawn())
+            sampled = sampled_of(drawn())
             if left is not None:
                 for i, other in zip(others, self.sampler.sample(left.cpu(), [rows[i] for i in others])):
                     sampled[i] = other
@@ -188,6 +216,7 @@ class DeviceRunner(Runner):
             query_counts=counts,
             longest=longest,
         )
+        self._ids.view(-1)[tensors["slot_mapping"]] = tensors["input_ids"]
         return self.model.forward(
             tensors["input_ids"], tensors["positions"], attention, logit_rows, self.memory.caches
         )
@@ -199,6 +228,17 @@ class DeviceRunner(Runner):
         """What a graph does: one token of each row, its logits, its draw."""
         rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
         return (self._draw(self._forward(tensors, rows, (1,), longest), tensors),)
+
+    def _decode_penalised(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
+        """The same, with penalties."""
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        logits = self._forward(tensors, rows, (1,), longest)
+        self._penalise(logits, tensors, longest)
+        return (self._draw(logits, tensors),)
+
+    def _penalise(self, logits: Tensor, tensors: dict[str, Tensor], longest: int) -> None:
+        names = ("block_table", "seq_lens", *_PENALTIES)
+        self.kernels.penalise(logits, self._ids, longest, *(tensors[name] for name in names))
 
     def _decode_with_logits(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """The same, leaving the logits where the host finds those of the rows that it draws itself."""
@@ -212,6 +252,8 @@ class DeviceRunner(Runner):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._make_room(max(destination for _, destination in pairs) + 1)
         self.kernels.copy_blocks(self.memory.caches, pairs)
+        sent = self._staging.send({"pairs": np.array(pairs, np.int64)})["pairs"]
+        self._ids[sent[:, 1]] = self._ids[sent[:, 0]]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Nothing: a device's pool keeps what it has grown to until the engine closes."""
@@ -247,42 +289,3 @@ class DeviceRunner(Runner):
                         f"the GPU does not answer any more ({gone}), after: {error}; start a new process"
                     ) from error
             raise
-
-
-def _is_decode(works: Sequence[Work]) -> bool:
-    """Every sequence computes one token and draws one."""
-    return all(len(w.piece.token_ids) == 1 and len(w.rows) == 1 and not w.scored_ids for w in works)
-
-
-def _rows(works: Sequence[Work]) -> tuple[list[SampleRow], list[int]]:
-    """All rows to draw, and for each the row of the logits that it is drawn from."""
-    rows: list[SampleRow] = []
-    picks: list[int] = []
-    first = 0
-    for work in works:
-        first += len(work.piece.logit_rows)
-        rows.extend(work.rows)
-        picks.extend([first - 1] * len(work.rows))
-    return rows, picks
-
-
-def sampling_columns(rows: Sequence[SampleRow]) -> dict[str, np.ndarray[Any, Any]]:
-    """The arguments of ``TritonKernels.sample`` for rows that only truncate."""
-    count = len(rows)
-    return {
-        "temperature": np.fromiter(
-            (0 if r.params.greedy else r.params.temperature for r in rows), np.float32, count
-        ),
-        "top_k": np.fromiter((r.params.top_k or 0 for r in rows), np.int32, count),
-        "top_p": np.fromiter((r.params.top_p for r in rows), np.float32, count),
-        "min_p": np.fromiter((r.params.min_p or 0 for r in rows), np.float32, count),
-        "noise": np.fromiter(
-            (0.0 if r.params.greedy else uniform(r.seed, len(r.output_token_ids)) for r in rows),
-            np.float64,
-            count,
-        ),
-    }
-
-
-def _sampled(tokens: Sequence[int]) -> list[Sampled | Exception]:
-    return [Sampled(token) if token >= 0 else not_finite() for token in tokens]

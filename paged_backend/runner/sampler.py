@@ -125,8 +125,19 @@ def uniform(seed: int, position: int) -> float:
 
 
 def only_truncates(row: SampleRow) -> bool:
-    """Whether temperature, top-k, top-p and min-p are all that a row asks for: then a device can draw it by itself."""
-    return row.params.logprobs is None and not row.candidates and not _processed(row)
+    """Whether temperature, top-k, top-p and min-p are all that a row asks for."""
+    return only_penalises(row) and not penalised(row)
+
+
+def only_penalises(row: SampleRow) -> bool:
+    """Whether these and the three penalties are all: then a device that knows the tokens can draw it by itself."""
+    return row.params.logprobs is None and not row.candidates and not _masked(row)
+
+
+def penalised(row: SampleRow) -> bool:
+    """Whether a repetition, frequency or presence penalty applies."""
+    p = row.params
+    return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
 
 
 def _plain(row: SampleRow) -> bool:
@@ -173,12 +184,14 @@ def _finite_max(values: Array) -> np.float32:
 
 def _processed(row: SampleRow) -> bool:
     """Whether anything but temperature and truncation applies to this row now."""
+    return penalised(row) or _masked(row)
+
+
+def _masked(row: SampleRow) -> bool:
+    """Whether its logits are changed by anything but the penalties."""
     p = row.params
     return (
-        p.repetition_penalty != 1.0
-        or p.frequency_penalty != 0.0
-        or p.presence_penalty != 0.0
-        or bool(p.logit_bias)
+        bool(p.logit_bias)
         or p.allowed_token_ids is not None
         or bool(row.bad_words_ids)
         or row.constraint is not None

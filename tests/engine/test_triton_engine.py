@@ -135,6 +135,26 @@ def test_log_probabilities_and_penalties_go_through_the_host(one_layer: str) -> 
     assert mine.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-4)
 
 
+def test_penalties_are_applied_on_the_device_to_hits_forks_and_what_was_just_drawn(one_layer: str) -> None:
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2}
+    fixed = {"detokenize": False, "ignore_eos": True, "max_tokens": 5}
+    params = [
+        SamplingParams(temperature=0, **penalties, **fixed),
+        SamplingParams(temperature=0, **fixed),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=3, n=2, **penalties, **fixed),
+    ]
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]  # the last begins as the first does
+    theirs, _ = generate(one_layer, prompts, params, kernels="reference")
+    with LLM(one_layer, kernels="triton", num_blocks=40, block_size=4) as llm:
+        core: Any = llm.engine._core
+        sample, drawn = core.runner.sampler.sample, []
+        core.runner.sampler.sample = lambda logits, rows: drawn.extend(rows) or sample(logits, rows)
+        ours = llm.generate(prompts, params, use_tqdm=False)
+    assert tokens(ours) == tokens(theirs)
+    assert ours[2].num_cached_tokens > 0
+    assert not drawn  # nothing went through the host
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_weights_run(one_layer: str, quantization: str) -> None:
     outputs, _ = generate(one_layer, PROMPTS[1:2], kernels="triton", quantization=quantization)

@@ -160,6 +160,54 @@ def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> N
     assert found == [one, two, three]
 
 
+@pytest.mark.parametrize("capture", [None, Eager()])
+def test_penalties_see_what_the_step_before_has_just_drawn(capture: Any) -> None:
+    options = {"temperature": 0.0, "repetition_penalty": 3.0, "frequency_penalty": 1.5}
+
+    def penalised(prompt_ids: list[int], output: list[int]) -> SampleRow:
+        return SampleRow(SamplingParams(**options).resolved({}), prompt_ids, output, seed=0)
+
+    def drawn(runner: Any, known: bool) -> list[list[int]]:
+        """Three steps of two requests: tokens named as they are, or as what the step before will have drawn."""
+        a, b = [1, 2, 3, 4, 5, 6], [9, 8, 7]
+        waits = [
+            runner.launch([prompt(a, [3, 9], [penalised(a, [])]), prompt(b, [5], [row(temperature=0.0)])])
+        ]
+        outputs: list[list[int]] = [[], []]
+        for step in range(2):
+            if known:
+                for output, result in zip(outputs, waits[-1]()):
+                    output.append(result.sampled[0].token_id)
+            else:
+                outputs = [[*outputs[0], drawn_by(0)], [*outputs[1], drawn_by(1)]]
+            waits.append(
+                runner.launch(
+                    [
+                        decode(outputs[0][-1], 6 + step, [3, 9], penalised(a, list(outputs[0]))),
+                        decode(outputs[1][-1], 3 + step, [5, 2], row(step + 1, temperature=0.0)),
+                    ]
+                )
+            )
+        return [[result.sampled[0].token_id for result in wait()] for wait in waits]
+
+    kernels = ReferenceKernels()
+    expected = drawn(ModelRunner(Echo(kernels), kernels, 20, 4), True)
+    assert drawn(device_runner(capture), False) == expected
+    assert drawn(device_runner(capture), True) == expected
+
+
+def test_a_copied_block_brings_the_tokens_that_penalties_look_for() -> None:
+    def repeated(runner: Any) -> list[int]:
+        runner.run([prompt([1, 2, 3], [2], [row(temperature=0.0)])])
+        runner.copy_blocks([(2, 15)])
+        params = SamplingParams(temperature=0.0, repetition_penalty=3.0).resolved({})
+        again = decode(4, 3, [15], SampleRow(params, [1, 2, 3], [4], seed=0))
+        return [result.sampled[0].token_id for result in runner.run([again])]
+
+    kernels = ReferenceKernels()
+    assert repeated(device_runner()) == repeated(ModelRunner(Echo(kernels), kernels, 20, 4))
+
+
 def test_graphs_are_captured_once_per_size_and_again_when_the_pool_has_moved() -> None:
     runner = device_runner(Eager(), held=10)
     expected = host_results()
