@@ -95,7 +95,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
 
     if not isinstance(kernels, TritonKernels):
         raise TypeError(f"device={config.device!r} needs Triton kernels, not {type(kernels).__name__}")
-    return DeviceRunner(
+    runner = DeviceRunner(
         model.decoder,
         kernels,
         num_blocks,
@@ -106,6 +106,9 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
         graphs=isinstance(model.decoder, Decoder),  # modules of transformers may look at values on the way
         whole_contexts=sliding_window(model.spec) is None,
     )
+    if config.device != "cpu":
+        runner.warm_up(min(64, model.max_model_len - 1))
+    return runner
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from paged_backend.errors import DeviceLostError
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.runner.base import Result, Runner, Work
-from paged_backend.runner.batch import Batch
+from paged_backend.runner.batch import Batch, SequenceSlice
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_rows import is_decode, penalty_columns, rows_of, sampled_of, sampling_columns
@@ -33,6 +33,7 @@ from paged_backend.runner.sampler import (
     penalised,
 )
 from paged_backend.runner.staging import Staging
+from paged_backend.sampling_params import SamplingParams
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "noise")
 _PENALTIES = ("sequences", "prompt_lens", "repetition", "frequency", "presence")
@@ -91,6 +92,19 @@ class DeviceRunner(Runner):
                 max_model_len,
                 block_size,
             )
+
+    def warm_up(self, tokens: int = 64) -> None:
+        """Compile the kernels and capture the smallest graph, so that no request waits for that.
+
+        A prompt of ``tokens`` tokens, then one token after it, all in the null block, where nobody looks.
+        """
+        row = SampleRow(SamplingParams(temperature=0).resolved(), [], [], 0)
+        blocks = np.zeros(-(-(tokens + 1) // self.block_size), np.int32)
+        for piece in (
+            SequenceSlice([0] * tokens, 0, blocks, [tokens - 1]),
+            SequenceSlice([0], tokens, blocks, [0]),
+        ):
+            self.run([Work(piece, [row])])
 
     def draws_alone(self, row: SampleRow) -> bool:
         return only_penalises(row) and (self._whole_contexts or not penalised(row))

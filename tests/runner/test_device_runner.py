@@ -160,6 +160,17 @@ def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> N
     assert found == [one, two, three]
 
 
+def test_warming_up_runs_a_prompt_and_a_graph_and_leaves_nothing_behind() -> None:
+    runner = device_runner(Eager())
+    runner.warm_up(9)
+    assert runner.model.forwards == 3  # type: ignore[attr-defined] # a prompt, a capture, its replay
+    results = [runner.run(works) for works in steps()]
+    for mine, theirs in zip(results, host_results()):
+        assert [[s.token_id for s in r.sampled] for r in mine] == [
+            [s.token_id for s in r.sampled] for r in theirs
+        ]
+
+
 @pytest.mark.parametrize("capture", [None, Eager()])
 def test_penalties_see_what_the_step_before_has_just_drawn(capture: Any) -> None:
     options = {"temperature": 0.0, "repetition_penalty": 3.0, "frequency_penalty": 1.5}
