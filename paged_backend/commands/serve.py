@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paged_backend.commands.common import complain, orderly_end
 from paged_backend.commands.flags import checked_config, with_flags
+
+if TYPE_CHECKING:
+    from paged_backend.server.config import ServerConfig
 
 STEP_TOKENS = 192
 """Enough for the kernels to be at their best; with more, the gaps between tokens grow whenever a prompt comes in."""
@@ -72,15 +76,8 @@ def serve(
     if engine.get("device", "cpu") == "cpu":
         engine = {"max_num_batched_tokens": STEP_TOKENS, **engine}
     checked_config(model, engine)
-    try:
-        from paged_backend.server.auth import collect_keys
-        from paged_backend.server.config import ServerConfig
-        from paged_backend.server.serve import serve as run_server
-    except ImportError as error:
-        complain(f"{error}; the server needs: pip install 'paged-backend[server]'")
-        raise typer.Exit(1) from error
-    from paged_backend.config import EngineConfig
-    from paged_backend.errors import PagedBackendError
+    from paged_backend.server.auth import collect_keys
+    from paged_backend.server.config import ServerConfig
 
     try:
         config = ServerConfig(
@@ -105,13 +102,33 @@ def serve(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     with orderly_end():
+        status = _run(model, engine, config)
+    if status:
+        raise typer.Exit(status)
+
+
+def _run(model: str, engine: dict[str, Any], config: ServerConfig) -> int:
+    from paged_backend.config import EngineConfig
+    from paged_backend.errors import PagedBackendError
+    from paged_backend.server.listening import ListenError, listen
+
+    with ExitStack() as listening:
         try:
-            status = run_server(EngineConfig(model=model, **engine), config)
+            # first of all: whether the port is to be had is known before seconds go into imports and the model
+            sockets = [listening.enter_context(made) for made in listen(config.host, config.port)]
+        except ListenError as error:
+            complain(str(error))
+            raise typer.Exit(1) from error
+        try:
+            from paged_backend.server.serve import serve as run_server
+        except ImportError as error:
+            complain(f"{error}; the server needs: pip install 'paged-backend[server]'")
+            raise typer.Exit(1) from error
+        try:
+            return run_server(EngineConfig(model=model, **engine), config, sockets)
         except (PagedBackendError, ValueError, OSError, ImportError) as error:
             complain(f"cannot serve {model!r}: {error}")
             raise typer.Exit(1) from error
-    if status:
-        raise typer.Exit(status)
 
 
 def _template(given: str | None) -> str | None:

@@ -62,7 +62,7 @@ def create_app(
         link = (
             LocalLink(lambda: _local_engine(engine_config))
             if config.in_process
-            else ProcessLink(engine_config)
+            else ProcessLink(engine_config, log_format=config.log_format)
         )
     client = EngineClient(config.max_waiting, engine_config.seed)
     metrics = Metrics((config.served_model_names or (engine_config.model,))[0])

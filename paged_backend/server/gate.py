@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -136,8 +135,10 @@ class _Passage:
         self._serving.metrics.http(route, self._status)
         if self._scope["path"] in ALWAYS:
             return  # asked every second by probes and by the page
+        # a path that is there is one of this server's own; what else a client asked for does not get into the log
+        shown = self._scope["path"] if self._status < 400 else route
         logger.info(
-            "%s %s %d", self._scope["method"], route, self._status,
+            "%s %s %d", self._scope["method"], shown, self._status,
             extra={"fields": {
                 "event": "request", "method": self._scope["method"], "route": route, "status": self._status,
                 "request_id": self._id, "seconds": round(time.monotonic() - self._begun, 4),
@@ -161,30 +162,3 @@ class _Passage:
             decode = self._serving.tokenizer.decode
             fields["prompts"] = [decode(ticket.prompt_token_ids, False) for ticket in job.tickets]
         return fields
-
-
-class LogFormat(logging.Formatter):
-    """One line per record, as text or as a JSON object; what a record has in ``fields`` is added to it."""
-
-    def __init__(self, as_json: bool) -> None:
-        super().__init__()
-        self._as_json = as_json
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        fields = getattr(record, "fields", {})
-        trace = self.formatException(record.exc_info) if record.exc_info else None
-        if self._as_json:
-            line = {
-                "time": stamp,
-                "level": record.levelname.lower(),
-                "message": record.getMessage(),
-                **fields,
-            }
-            if trace is not None:
-                line["traceback"] = trace
-            return json.dumps(line)
-        skip = ("event", "method", "route", "status")
-        rest = "".join(f" {name}={value}" for name, value in fields.items() if name not in skip)
-        text = f"{stamp} {record.levelname} {record.getMessage()}{rest}"
-        return text if trace is None else f"{text}\n{trace}"

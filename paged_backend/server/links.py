@@ -42,12 +42,13 @@ class Link(Protocol):
 
 
 class ProcessLink:
-    """command: what starts the engine process, to which the number of its socket is added."""
+    """command: what starts the engine process, to which the number of its socket is added. log_format: of its log."""
 
     restartable = True
 
-    def __init__(self, config: EngineConfig, command: tuple[str, ...] = ()) -> None:
+    def __init__(self, config: EngineConfig, command: tuple[str, ...] = (), log_format: str = "text") -> None:
         self._config = config
+        self._log_format = log_format
         self._command = command or (sys.executable, "-m", "paged_backend.server.worker")
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -65,7 +66,9 @@ class ProcessLink:
                 *self._command, str(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(pack({"t": "open", "config": asdict(self._config)}))
+        self._writer.write(
+            pack({"t": "open", "config": asdict(self._config), "log_format": self._log_format})
+        )
         try:
             hello = await _receive(reader)
         except EngineLostError:

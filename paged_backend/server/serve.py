@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from typing import Any
+import socket
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -14,7 +15,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from paged_backend.config import EngineConfig
 from paged_backend.server.app import create_app, open_serving
 from paged_backend.server.config import ServerConfig
-from paged_backend.server.gate import LogFormat
+from paged_backend.server.listening import url_of
+from paged_backend.server.logs import set_up_logging
 from paged_backend.server.serving import Serving
 
 logger = logging.getLogger("paged_backend.server")
@@ -79,8 +81,16 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         client, waited = self._serving.client, 0.0
-        logger.info("shutting down: %d requests may finish", client.in_flight)
-        while client.in_flight and waited < self._serving.config.drain_timeout and not self.should_exit:
+        longest = self._serving.config.drain_timeout
+        if client.in_flight:
+            logger.info(
+                "shutting down: %d requests may finish within %g s; Ctrl-C again stops at once",
+                client.in_flight,
+                longest,
+            )
+        else:
+            logger.info("shutting down")
+        while client.in_flight and waited < longest and not self.should_exit:
             await asyncio.sleep(0.05)
             waited += 0.05
         if client.in_flight:
@@ -88,12 +98,13 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+def serve(engine_config: EngineConfig, config: ServerConfig, sockets: Sequence[socket.socket]) -> int:
     """Serve until a signal comes; returns the exit status: 0, or 1 if the engine is gone for good.
 
+    sockets: of ``config``'s address, from ``listening.listen``; clients that connect while the model is loaded wait.
     Raises what kept the model from being opened.
     """
-    _set_up_logging(config)
+    set_up_logging(config.log_format)
     connections = Connections()
     failed = False
 
@@ -103,38 +114,34 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         server.should_exit = True
 
     app = create_app(engine_config, config, drop=connections.drop, on_failed=on_failed)
-    server = DrainingServer(uvicorn_config(app, config, connections), app.state.serving)
-    asyncio.run(_run(server, app.state.serving))
+    # the engine is opened and closed here; a lifespan that is cut off by a second signal would log a traceback
+    server = DrainingServer(uvicorn_config(app, config, connections, lifespan="off"), app.state.serving)
+    asyncio.run(_run(server, app.state.serving, sockets))
     return 1 if failed or not server.started else 0
 
 
-async def _run(server: DrainingServer, serving: Serving) -> None:
+async def _run(server: DrainingServer, serving: Serving, sockets: Sequence[socket.socket]) -> None:
+    logger.info("loading %s", serving.engine_config.model)
     await open_serving(serving)
     try:
-        await server.serve()
+        logger.info("%s is served at %s/v1", serving.name, url_of(serving.config.host, sockets[0]))
+        await server.serve(list(sockets))
     finally:
         await serving.supervisor.close()
 
 
-def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
+def uvicorn_config(
+    app: FastAPI, config: ServerConfig, connections: Connections, lifespan: Literal["on", "off"] = "on"
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
         http=connections.protocol(),
         ws="none",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=5,
     )
-
-
-def _set_up_logging(config: ServerConfig) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormat(config.log_format == "json"))
-    for name in ("paged_backend", "uvicorn"):
-        log = logging.getLogger(name)
-        log.setLevel(logging.INFO)
-        log.handlers = [handler]
-        log.propagate = False

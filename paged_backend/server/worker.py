@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import Any
 
+from paged_backend.server.logs import set_up_logging
 from paged_backend.server.protocol import HEADER, Message, pack, unpack
 
 
@@ -26,6 +27,7 @@ def main(fd: int) -> None:
     options = _receive(line)
     if options is None:
         return
+    set_up_logging(options["log_format"])
     outgoing: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_write, args=(line, outgoing), daemon=True).start()
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from paged_backend.server.auth import ApiKeys, collect_keys
 from paged_backend.server.config import ServerConfig
-from paged_backend.server.gate import LogFormat
+from paged_backend.server.logs import LogFormat
 
 HELLO = [{"role": "user", "content": "hi"}]
 LONG = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
