@@ -94,17 +94,22 @@ class Recorder(Launcher):
 def compile_launch(launch: Launch, target: Target, case: str) -> Compiled:
     """Compile one recorded launch. Raises what the compiler raises."""
     source = _source(launch)
-    options = dict(launch.options)
-    if target.backend == "hip":  # a wave has twice the threads of a warp
-        options["num_stages"] = min(options.get("num_stages", 2), 2)
-    compiled = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
+    compiled = triton.compile(
+        source, GPUTarget(target.backend, target.arch, target.warp_size), launch.options
+    )
     if target.backend == "cuda":
         registers, spills = _ptxas(compiled.asm["ptx"], target)
     else:
         registers, spills = _amd_notes(compiled.asm["amdgcn"])
     name = launch.kernel.fn.__name__
     return Compiled(
-        case, name, target.name, options["num_warps"], registers, compiled.metadata.shared, spills
+        case,
+        name,
+        target.name,
+        launch.options["num_warps"],
+        registers,
+        compiled.metadata.shared,
+        spills,
     )
 
 
@@ -226,10 +231,22 @@ def other_cases() -> Iterator[Case]:
     one, count = _empty(8), _empty(8, dtype=torch.int32)
     for v in (128256, 49152):
         logits = _empty(8, v)
+        yield f"penalties on {v}", _penalties(v)
         yield (
             f"sample of {v}",
             lambda at, x=logits: at.sample(x, one, count, one, one, _empty(8, dtype=torch.float64)),
         )
+
+
+def _penalties(v: int) -> Callable[[Launcher], object]:
+    def run(launcher: Launcher) -> object:
+        whole, half, double = (_empty(8, dtype=t) for t in (torch.int32, torch.float32, torch.float64))
+        ids, table = _empty(9, 16, dtype=torch.int64), _empty(8, 64, dtype=torch.int32)
+        return launcher.penalise(
+            _empty(8, v), ids, 1000, table, whole, whole, whole, half, double, double
+        )  # fmt: skip
+
+    return run
 
 
 def _rotary(dtype: torch.dtype, heads: int, groups: int, dim: int, half: int) -> Callable[[Launcher], object]:
@@ -269,6 +286,7 @@ def quick_cases() -> Iterator[Case]:
     yield "copy_blocks bf16", lambda at: at.copy_blocks([cache], [(1, 2)])
     logits, one, count = _empty(8, 128256), _empty(8), _empty(8, dtype=torch.int32)
     noise = _empty(8, dtype=torch.float64)
+    yield "penalties on 128256", _penalties(128256)
     yield "sample of 128256", lambda at: at.sample(logits, one, count, one, one, noise)
 
 

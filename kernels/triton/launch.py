@@ -12,7 +12,15 @@ import triton.language as tl
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton import activation as activation_kernels
 from paged_backend.kernels.triton import attention as attention_kernels
-from paged_backend.kernels.triton import attention_merge, copy_blocks, int_matmul, norm, rotary, sampling
+from paged_backend.kernels.triton import (
+    attention_merge,
+    copy_blocks,
+    int_matmul,
+    norm,
+    penalties,
+    rotary,
+    sampling,
+)
 from paged_backend.kernels.triton.quantize import IntWeights
 from paged_backend.kernels.triton.tiles import SEGMENT, Tiles, attention_tiles, matmul_tiles, pow2, short_rows
 from torch import Tensor
@@ -21,6 +29,8 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 _COLUMNS = 16384  # of a row that a program of rms_norm can hold
 _COPY_WORDS = 1024
 _SAMPLE_TOKENS = 2048
+_COUNTED_TOKENS = 1024
+_PENALISED_TOKENS = 1024
 _ACTIVATION_COLUMNS = 1024
 
 
@@ -57,7 +67,9 @@ class Launcher:
         kernel[grid](*args, **options)
 
     def _options(self, tiles: Tiles) -> dict[str, int]:
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        # AMD's compiler fetches ahead through registers, and spills beyond two stages
+        stages = tiles.num_stages if self.capability else min(tiles.num_stages, 2)
+        options = {"num_warps": tiles.num_warps, "num_stages": stages}
         if tiles.registers is not None and self.capability:
             options["maxnreg"] = tiles.registers
         return options
@@ -199,6 +211,33 @@ class Launcher:
                 min(_SAMPLE_TOKENS, pow2(v)), num_warps=8,
             )  # fmt: skip
         return tokens
+
+    def penalise(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        longest: int,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        sequences: Tensor,
+        prompt_lens: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+    ) -> None:
+        rows, v = logits.shape
+        if not rows:
+            return
+        counts = torch.zeros(rows, v, dtype=torch.int32, device=logits.device)
+        self.launch(penalties.count_tokens, (rows, triton.cdiv(longest, _COUNTED_TOKENS)),
+            counts, ids, block_table, block_table.stride(0), seq_lens, sequences, prompt_lens, v,
+            ids.shape[1], _COUNTED_TOKENS, num_warps=4,
+        )  # fmt: skip
+        self.launch(penalties.penalise, (rows, triton.cdiv(v, _PENALISED_TOKENS)),
+            logits, counts, prompt_lens, repetition, frequency, presence, v, logits.stride(0),
+            _PENALISED_TOKENS, num_warps=4,
+        )  # fmt: skip
+
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:

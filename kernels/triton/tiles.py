@@ -3,7 +3,12 @@
 A tile fixes the order in which a dot product is summed. What a request gets must not depend on its batch-mates,
 so nothing here looks at how many sequences there are. ``capability``: 80, 90, 100 for NVIDIA's, 0 for AMD's.
 The figures are the largest that compile without spilling registers for sm_80, sm_90, sm_100 and gfx942
-(``paged-backend bench kernels`` prints the table) and leave shared memory for two programs.
+(``paged-backend bench kernels`` prints the table).
+
+``num_stages`` counts what Triton's pipeliner spreads a tile over, not the buffers it gets: in attention the ids in
+the block table, the addresses made from them and the products each take a stage, so that 5 stages are 3 buffers of
+keys and values on capability 90 and up and 2 before it, of which one is always under way, and at 3 stages a
+program waits for each tile as soon as it has asked for it.
 """
 
 from __future__ import annotations
@@ -49,8 +54,10 @@ def attention_tiles(
 
     Decode is bound by memory: the fewest rows, deep prefetching. Prefill is bound by the tensor cores: many
     rows share a tile of keys, as many as registers allow, which are more where accumulators can be fed from
-    shared memory (capability 90 and up). float32 is multiplied without tensor cores and is meant for checking,
-    not for speed.
+    shared memory (capability 90 up to 119; from 120 on are consumer cards, built like those before 90). One such
+    program of 8 warps fills a processor's registers; heads of up to 64 leave room for two of 4 warps, or of 8 on
+    capability 90. The next tile is fetched while one is multiplied, which a head of 256 has the shared memory for on
+    data-centre cards only. float32 is multiplied without tensor cores and is meant for checking, not for speed.
     """
     small = head_dim <= 128
     if dtype == torch.float32:
@@ -63,11 +70,12 @@ def attention_tiles(
             return Tiles(short_rows(group), 32, 0, 8, 5, 255)
         return Tiles(short_rows(group), 64 if capability else 32, 0, 4, 5)
     rows = max(128 if small else 64, pow2(group))
-    if not capability and not small:
-        return Tiles(rows, 16, 0, 4, 3)
-    if not 90 <= capability < 120:  # from 120 on: consumer cards, with the shared memory of those before 90
-        return Tiles(rows, 32, 0, 8 if capability else 4, 3, None if small else 255)
-    return Tiles(rows, 64, 0, 8, 3, None if small else 255)
+    if not capability:
+        return Tiles(rows, 32 if small else 16, 0, 4, 2)
+    large = 90 <= capability < 120
+    warps = 4 if head_dim <= 64 and capability // 10 != 9 else 8
+    roomy = small or (rows == 64 and (large or capability == 80))
+    return Tiles(rows, 64 if large else 32, 0, warps, 5 if roomy else 3, None if small else 255)
 
 
 def matmul_tiles(dtype: torch.dtype, rows: int) -> Tiles:
