@@ -10,6 +10,7 @@ from paged_backend import __version__
 from paged_backend.commands.bench import app as bench
 from paged_backend.commands.chat import chat
 from paged_backend.commands.doctor import doctor
+from paged_backend.commands.help import SETTINGS, HeadedCommand
 from paged_backend.commands.run import run
 from paged_backend.commands.serve import serve
 
@@ -19,7 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings=SETTINGS,
 )
 
 
@@ -38,9 +40,8 @@ def _root(
     pass  # the options of the program itself; each of them acts in its callback
 
 
-app.command("run")(run)
-app.command("chat")(chat)
-app.command("serve")(serve)
+for name, command in (("run", run), ("chat", chat), ("serve", serve)):
+    app.command(name, cls=HeadedCommand)(command)
 app.command("doctor")(doctor)
 app.add_typer(bench, name="bench")
 

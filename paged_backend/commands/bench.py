@@ -13,12 +13,13 @@ from paged_backend.bench.commands import register
 from paged_backend.bench.device_commands import register as register_device
 from paged_backend.commands.common import complain, orderly_end
 from paged_backend.commands.flags import checked_config, with_flags
+from paged_backend.commands.help import HeadedCommand
 
 if TYPE_CHECKING:
     from paged_backend.bench.memory import MemoryRun
     from paged_backend.bench.traces import TraceRequest
 
-app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True, rich_markup_mode=None)
 register(app)
 register_device(app)
 
@@ -26,7 +27,7 @@ PAPER_POOL = 15728
 """Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""
 
 
-@app.command("memory")
+@app.command("memory", cls=HeadedCommand)
 @with_flags("engine")
 def memory(
     model: Annotated[

@@ -324,6 +324,23 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     assert "config.json" in result.stderr
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    "command", [["run"], ["chat"], ["serve"], ["bench", "memory"], ["bench", "throughput"]]
+)
+def test_help_never_cuts_the_name_of_an_option(command, width):
+    shown = CliRunner().invoke(app, [*command, "--help"], terminal_width=width).stdout
+    assert "…" not in shown
+    flags = {
+        **(SAMPLING if command[0] in ("run", "chat") else {}),
+        **(ENGINE if command[0] != "bench" else {}),
+    }
+    for field, flag in flags.items():
+        assert f"--{(flag.name or field).replace('_', '-')} " in shown.replace("\n", " ")
+    if flags or command[1] == "memory":
+        assert "\nEngine:\n" in shown  # flags have headings
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.stdout == f"paged-backend {__version__}\n"
