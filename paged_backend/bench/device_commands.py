@@ -7,9 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from paged_backend.bench.device_report import Report
 
 _Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
 
@@ -22,9 +25,13 @@ def register(app: typer.Typer) -> None:
 
 def device(
     json: _Json = None,
-    seconds: Annotated[float, typer.Option(help="Begin no new stage that would not end by then.")] = 420,
+    seconds: Annotated[float, typer.Option(help="Begin nothing that would not end by then.")] = 420,
 ) -> None:
-    """Check and time the GPU path: kernels, attention, an 8B model's shape, the demo model. Without a GPU, say so."""
+    """Check and time the GPU path: kernels, attention, an 8B model's shape, the demo model. Without a GPU, say so.
+
+    Each line is printed as soon as it is known, and the file is written after each stage. Exit status 1 if a check or a
+    stage fails.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -35,16 +42,15 @@ def device(
     except ModuleNotFoundError as error:
         typer.echo(f"{error}: pip install 'paged-backend[triton]'", err=True)
         raise typer.Exit(1) from error
-    report = run_device_bench(seconds)
-    typer.echo(f"{report.device}: {report.checks_passed} kernel checks passed\n")
-    for name in report.checks_failed:
-        typer.echo(f"FAILED  {name}")
-    typer.echo(_table([["", "value", "unit"], *([w, f"{v:.4g}", u] for w, v, u in report.rows)]))
-    for note in report.notes:
-        typer.echo(note)
-    if json is not None:
-        json.write_text(json_module.dumps(report.as_data(), indent=1), encoding="utf-8")
-    if report.checks_failed:
+
+    def save(report: Report) -> None:
+        if json is not None:
+            json.write_text(json_module.dumps(report.as_data(), indent=1), encoding="utf-8")
+
+    report = run_device_bench(seconds, typer.echo, save)
+    failed = len(report.checks_failed)
+    typer.echo(f"\n{report.checks_passed} kernel checks passed, {failed} failed, {len(report.errors)} errors")
+    if report.failed:
         raise typer.Exit(1)
 
 
