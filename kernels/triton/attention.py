@@ -5,10 +5,14 @@ split and merged as in Flash-Decoding (Dao et al., 2023), but at fixed positions
 block table as in PagedAttention (Kwon et al., 2023).
 
 One program computes a tile of BLOCK_M rows: the GROUP query heads that share a key head, for BLOCK_Q = BLOCK_M
-// GROUP consecutive queries of one sequence, so that a key is read once for all its heads. Program i finds its
-sequence by binary search over ``query_start_loc``: sequence s owns the programs from ``query_start_loc[s] //
-BLOCK_Q + s`` on, which is enough for its queries wherever it begins; programs left over end at once. Nothing on
+// GROUP consecutive queries of one sequence, so that a key is read once for all its heads. Tile i finds its
+sequence by binary search over ``query_start_loc``: sequence s owns the tiles from ``query_start_loc[s] //
+BLOCK_Q + s`` on, which is enough for its queries wherever it begins; tiles left over end at once. Nothing on
 the host depends on the lengths.
+
+The last tile of a prompt sees the most keys. Programs begin in the order of their ids, so tiles are taken from the
+last to the first and all key heads of a tile one after another: what remains for the end is short, and no
+processor is left alone with the longest tile.
 
 Two classes of tiles, chosen by a sequence's own number of queries in the step, never by its neighbours:
 
@@ -115,7 +119,8 @@ def attention(
     MOST_SHORT: tl.constexpr, SHORT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Programs (T // BLOCK_Q + S, G, workers if SHORT else 1); see the module for how they divide the work.
+    """Programs (T // BLOCK_Q + S, G, workers) if SHORT, else ((T // BLOCK_Q + S) * G,); see the module for how they
+    divide the work.
 
     q [T, H, D] with stride q_stride between tokens. key [blocks, G, D, BLOCK_SIZE], value [blocks, G, BLOCK_SIZE, D].
     query_start_loc int32 [S+1], seq_lens int32 [S], block_table int32 [S, table_stride].
@@ -124,9 +129,13 @@ def attention(
     MOST_SHORT: queries up to which a sequence is short. WIDE: the dtype that products are taken in. ROUND: the
     dtype of the weights of values.
     """
-    program = tl.program_id(0)
-    g = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    if SHORT:
+        program = tl.program_id(0)
+        g = tl.program_id(1)
+    else:  # one axis: the others end at 65535
+        program = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUPS
+        g = tl.program_id(0) % GROUPS
     sequence = find_sequence(query_start_loc, num_seqs, program, BLOCK_Q)
     start = tl.load(query_start_loc + sequence)
     queries = tl.load(query_start_loc + sequence + 1) - start

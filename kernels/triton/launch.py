@@ -149,7 +149,8 @@ class Launcher:
                 lse = torch.empty(places, heads, segments, dtype=torch.float32, device=q.device)
                 # enough programs to fill the device a few times over; the segments' results do not know
                 workers = max(1, min(segments, triton.cdiv(4 * self.processors, programs * groups)))
-            self.launch(attention_kernels.attention, (programs, groups, workers), 
+            grid = (programs, groups, workers) if short else (programs * groups,)
+            self.launch(attention_kernels.attention, grid, 
                 q, cache.key, cache.value, partial, lse, sinks if sinks is not None else lse,
                 inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
                 sequences, inputs.block_table.stride(0), token_stride(q), short_queries, segments, workers,
@@ -237,7 +238,6 @@ class Launcher:
             logits, counts, prompt_lens, repetition, frequency, presence, v, logits.stride(0),
             _PENALISED_TOKENS, num_warps=4,
         )  # fmt: skip
-
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:

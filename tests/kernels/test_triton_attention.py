@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'
 
 from paged_backend.kernels.triton import launch
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
+from triton.runtime.interpreter import interpreter_builder
 
 Pick = tuple[int, int, int]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -227,3 +228,27 @@ def test_scores_of_any_size_stay_finite() -> None:
     for pick in ((0, 60, 100), (0, 99, 100)):
         (out,), (expected,) = pool.run(TritonKernels("cpu", "float32"), [pick], queries)
         torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_tiles_that_see_most_run_first_and_the_key_heads_of_a_tile_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool([150], 3, 32, 16, torch.float32)
+    inputs = pool.inputs([(0, 0, 150)], None)
+    kernels = TritonKernels("cpu", "float32")
+    run = kernels._launch.launch
+
+    def begin(kernel, grid, *args, **options):  # type: ignore[no-untyped-def]
+        """Only the first four of the programs; they are told how many there would be."""
+        assert grid == (30,)  # 10 tiles of 16 queries, 3 key heads
+        monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: None)
+        monkeypatch.setattr(interpreter_builder, "grid_dim", (*grid, 1, 1), raising=False)
+        args[3].fill_(float("nan"))
+        run(kernel, (4,), *args, **options)
+
+    monkeypatch.setattr(kernels._launch, "launch", begin)
+    out = kernels.paged_attention(kernels.plan(inputs), torch.randn(150, 6, 32), pool.cache, 0.2)
+    written = out.view(150, 3, 64).isfinite().all(2)
+    assert written[144:].all()
+    assert written[128:144].any(0).sum() == 1
+    assert not written[:128].any()
