@@ -265,5 +265,5 @@ def cores_of(text: str) -> tuple[int, ...]:
 
 def complain(text: str) -> int:
     """Say what went wrong; returns the exit status for it."""
-    typer.echo(f"error: {text}", err=True)
+    typer.echo(f"paged-backend: {text}", err=True)
     return 1

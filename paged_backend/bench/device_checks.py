@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_backend.bench.device_draws import draws
+from paged_backend.bench.device_draws import draws, penalised
 from paged_backend.bench.device_report import Report, one_line, still_works
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton.backend import TritonKernels
@@ -157,6 +157,7 @@ def _operations(kernels: TritonKernels, sizes: Sizes) -> Iterator[tuple[str, Run
                     name += ", window, soft cap, sinks"
                 yield name, partial(_attention, kernels, sizes, heads, everything, decode)
     yield "copy_blocks", partial(_copies, kernels)
+    yield "penalties", lambda random: penalised(kernels, random.normal(16, sizes.vocab, dtype=torch.float32))
     yield "sample", lambda random: draws(kernels, 2.0 * random.normal(16, sizes.vocab, dtype=torch.float32))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.triton.backend import TritonKernels
-from paged_backend.runner.device_runner import sampling_columns
+from paged_backend.runner.device_rows import sampling_columns
 from paged_backend.runner.sampler import SampleRow
 from paged_backend.sampling_params import SamplingParams
 
@@ -42,6 +42,32 @@ def draws(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
         for i, (values, token) in enumerate(zip(logits, tokens))
     ]
     return torch.tensor(found, dtype=torch.float64), columns["noise"]
+
+
+def penalised(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Penalise rows of float32 logits [R, V] for up to 200 tokens in scattered blocks. Returns these, and float64's."""
+    rows, vocab = logits.shape
+    generator = torch.Generator().manual_seed(1)
+    lens = torch.randint(1, 200, (rows,), generator=generator)
+    prompts = (lens * torch.rand(rows, generator=generator)).long()
+    table = torch.randperm(rows * 13, generator=generator).view(rows, 13) + 1
+    ids = torch.randint(0, min(vocab, 40), (rows * 13 + 1, 16), generator=generator)
+    repetition = 0.8 + torch.rand(rows, generator=generator)
+    frequency, presence = (torch.rand(rows, generator=generator, dtype=torch.float64) - 0.3 for _ in range(2))
+    expected = logits.to("cpu", torch.float64)
+    for i, values in enumerate(expected):
+        context = ids[table[i]].view(-1)[: lens[i]]
+        seen, made = context.unique(), context[prompts[i] :].bincount(minlength=vocab)
+        values[seen] = torch.where(
+            values[seen] < 0, values[seen] * repetition[i], values[seen] / repetition[i]
+        )
+        values -= frequency[i] * made + presence[i] * (made > 0)
+    whole = [t.to(torch.int32) for t in (table, lens, torch.arange(rows), prompts)]
+    device = kernels.device
+    got = logits.clone()
+    sent = [t.to(device) for t in (*whole, repetition, frequency, presence)]
+    kernels.penalise(got, ids.to(device), 200, *sent)
+    return got, expected
 
 
 def nearest(logits: Tensor, token: int, row: Mapping[str, float]) -> float:
