@@ -5,22 +5,22 @@ split and merged as in Flash-Decoding (Dao et al., 2023), but at fixed positions
 block table as in PagedAttention (Kwon et al., 2023).
 
 One program computes a tile of BLOCK_M rows: the GROUP query heads that share a key head, for BLOCK_Q = BLOCK_M
-// GROUP consecutive queries of one sequence, so that a key is read once for all its heads. Tile i finds its
-sequence by binary search over ``query_start_loc``: sequence s owns the tiles from ``query_start_loc[s] //
-BLOCK_Q + s`` on, which is enough for its queries wherever it begins; tiles left over end at once. Nothing on
-the host depends on the lengths.
+// GROUP consecutive queries of one sequence, so that a key is read once for all its heads. Nothing on the host
+depends on the lengths.
 
-The last tile of a prompt sees the most keys. Programs begin in the order of their ids, so tiles are taken from the
-last to the first and all key heads of a tile one after another: what remains for the end is short, and no
-processor is left alone with the longest tile.
+Two classes of sequences, chosen by a sequence's own number of queries in the step, never by its neighbours; each
+has a launch of its own, in which the programs of the other's sequences end at once:
 
-Two classes of tiles, chosen by a sequence's own number of queries in the step, never by its neighbours:
-
-- short (at most BLOCK_M // GROUP queries with BLOCK_M = max(16, GROUP); decode): the context is cut at multiples of
-  SEGMENT tokens. WORKERS programs share the segments of a tile; each segment's (O, LSE) is written by itself and
-  ``attention_merge`` adds them in the order of positions. Neither the number of workers nor the batch is
-  visible in a bit.
-- long (prefill): one program goes through the whole context of its rows.
+- short (at most BLOCK_Q queries with BLOCK_M = max(16, GROUP); decode): a sequence is one tile. Its context is cut
+  at multiples of SEGMENT tokens, which several programs, the workers, share; each segment's (O, LSE) is written by
+  itself and ``attention_merge`` adds them in the order of positions. Neither the number of workers nor the batch
+  is visible in a bit.
+- long (prefill): one program goes through the whole context of its rows. Tile i finds its sequence by binary search
+  over ``query_start_loc``: sequence s owns the tiles from ``query_start_loc[s] // BLOCK_Q + s`` on, which is
+  enough for its queries wherever it begins; tiles left over end at once. The last tile of a prompt sees the
+  most keys. Programs begin in the order of their ids, so tiles are taken from the last to the first and all key
+  heads of a tile one after another: what remains for the end is short, and no processor is left alone with the
+  longest tile.
 
 Within a class a row's bits depend on its own query and context alone: tiles of keys lie at absolute multiples
 of BLOCK_N, a masked key contributes an exact zero, and the multiply-adds of the softmax are written out so that
@@ -119,32 +119,42 @@ def attention(
     MOST_SHORT: tl.constexpr, SHORT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Programs (T // BLOCK_Q + S, G, workers) if SHORT, else ((T // BLOCK_Q + S) * G,); see the module for how they
-    divide the work.
+    """Programs (S, G, workers) if SHORT, else ((T // BLOCK_Q + S) * G,); see the module for how they divide the work.
 
     q [T, H, D] with stride q_stride between tokens. key [blocks, G, D, BLOCK_SIZE], value [blocks, G, BLOCK_SIZE, D].
     query_start_loc int32 [S+1], seq_lens int32 [S], block_table int32 [S, table_stride].
     SHORT: out is the partial result float32 [S * most_queries, H, num_segments, D], lse float32 the same
     without D, in powers of two. Not SHORT: out [T, H, D], lse unused, sinks float32 [H] if HAS_SINKS.
-    MOST_SHORT: queries up to which a sequence is short. WIDE: the dtype that products are taken in. ROUND: the
-    dtype of the weights of values.
+    MOST_SHORT: queries up to which a sequence is short, BLOCK_Q if SHORT. WIDE: the dtype that products are taken
+    in. ROUND: the dtype of the weights of values.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if SHORT:
-        program = tl.program_id(0)
+        sequence = tl.program_id(0)
         g = tl.program_id(1)
     else:  # one axis: the others end at 65535
         program = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUPS
         g = tl.program_id(0) % GROUPS
-    sequence = find_sequence(query_start_loc, num_seqs, program, BLOCK_Q)
+        sequence = find_sequence(query_start_loc, num_seqs, program, BLOCK_Q)
     start = tl.load(query_start_loc + sequence)
     queries = tl.load(query_start_loc + sequence + 1) - start
-    tile = program - (start // BLOCK_Q + sequence)
-    if tile * BLOCK_Q >= queries:
-        return
     if (queries <= MOST_SHORT) != SHORT:
         return
+    tile = 0
+    if not SHORT:
+        tile = program - (start // BLOCK_Q + sequence)
+    if tile * BLOCK_Q >= queries:
+        return
     length = tl.load(seq_lens + sequence)
+    first = length - queries + tile * BLOCK_Q
+    high = tl.minimum(length, first + BLOCK_Q)  # keys that some row sees: low .. high - 1
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, first - window + 1)
+    if SHORT:
+        own = low // SEGMENT + tl.program_id(2)  # the worker's first segment
+        if own * SEGMENT >= high:
+            return
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
@@ -155,11 +165,6 @@ def attention(
     at_q = q_ptr + (start + query).to(tl.int64)[:, None] * q_stride + head[:, None] * D + d[None, :]
     q = tl.load(at_q, mask=real[:, None] & (d < D)[None, :], other=0.0).to(WIDE)
 
-    first = length - queries + tile * BLOCK_Q
-    high = tl.minimum(length, first + BLOCK_Q)  # keys that some row sees: low .. high - 1
-    low = 0
-    if HAS_WINDOW:
-        low = tl.maximum(0, first - window + 1)
     BLOCK_STRIDE: tl.constexpr = GROUPS * D * BLOCK_SIZE
     table = block_table + sequence.to(tl.int64) * table_stride
     key = key_ptr + g * D * BLOCK_SIZE
@@ -168,7 +173,7 @@ def attention(
     if SHORT:
         place = (sequence * most_queries + query).to(tl.int64)
         at_lse = lse_ptr + (place * HEADS + head) * num_segments
-        for segment in range(low // SEGMENT + tl.program_id(2), tl.cdiv(high, SEGMENT), workers):
+        for segment in range(own, tl.cdiv(high, SEGMENT), workers):
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)

@@ -141,15 +141,15 @@ class Launcher:
             if not (short_queries if short else max(plan.query_counts) > most_short):
                 continue
             tiles = attention_tiles(q.dtype, cache.key.dtype, d, group, short, self.capability)
-            programs = tokens // (tiles.block_m // group) + sequences
+            grid: tuple[int, ...] = ((tokens // (tiles.block_m // group) + sequences) * groups,)
             partial, lse, workers = out, out, 1
             if short:
                 places = sequences * short_queries
                 partial = torch.empty(places, heads, segments, d, dtype=torch.float32, device=q.device)
                 lse = torch.empty(places, heads, segments, dtype=torch.float32, device=q.device)
-                # enough programs to fill the device a few times over; the segments' results do not know
-                workers = max(1, min(segments, triton.cdiv(4 * self.processors, programs * groups)))
-            grid = (programs, groups, workers) if short else (programs * groups,)
+                # some programs for each place on the device, as contexts differ; the segments' results do not know
+                workers = max(1, min(segments, triton.cdiv(8 * self.processors, sequences * groups)))
+                grid = (sequences, groups, workers)
             self.launch(attention_kernels.attention, grid, 
                 q, cache.key, cache.value, partial, lse, sinks if sinks is not None else lse,
                 inputs.query_start_loc, inputs.seq_lens, inputs.block_table,

@@ -163,7 +163,7 @@ def _bits_do_not_depend_on_the_batch(
     seen: dict[tuple[bool, int, int], torch.Tensor] = {}
     again = 0
     for picks in picks_of:
-        for processors in (1, 64):  # one worker for all segments, then one each
+        for processors in (0, 64):  # one worker for all segments, then one each
             kernels._launch.processors = processors
             out, expected = pool.run(kernels, picks, queries, **options)
             for (s, start, stop), got, want in zip(picks, out, expected):
@@ -252,3 +252,30 @@ def test_tiles_that_see_most_run_first_and_the_key_heads_of_a_tile_together(
     assert written[144:].all()
     assert written[128:144].any(0).sum() == 1
     assert not written[:128].any()
+
+
+@pytest.mark.parametrize("variant", ["plain", "all"])
+def test_a_prompt_in_the_step_leaves_decodes_their_workers(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SEGMENT", 64)
+    contexts = [300, 170, 90, 20, 200]
+    # a decode, a prompt, a short and the longest short chunk, the shortest long one
+    picks = [(0, 299, 300), (1, 0, 170), (2, 87, 90), (3, 12, 20), (4, 191, 200)]
+    pool = Pool(contexts, 2, 32, 16, torch.float32)
+    kernels = TritonKernels("cpu", "float32")
+    grids: list[tuple[int, ...]] = []
+    run = kernels._launch.launch
+
+    def record(kernel, grid, *args, **options):  # type: ignore[no-untyped-def]
+        grids.append(grid)
+        run(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels._launch, "launch", record)
+    out, expected = pool.run(
+        kernels, picks, [torch.randn(c, 4, 32) for c in contexts], **options_of(variant, 4)
+    )
+    for got, want in zip(out, expected):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    # 4 processors: 32 programs, of which 5 sequences and 2 key heads need 4 workers; 191 tokens in tiles of 16
+    assert grids == [(5, 2, 4), (5 * 8, 4), ((191 // 16 + 5) * 2,)]
