@@ -7,7 +7,6 @@ torch, and nothing is checked that costs more than reading a shape.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu.arena import Arena
-from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
+from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build, usable_cores
 from torch import Tensor
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -107,7 +106,7 @@ class CpuKernels(Kernels):
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
         self._arena = Arena()
-        self.threads = min(threads or torch.get_num_threads(), _usable_cores())
+        self.threads = min(threads or torch.get_num_threads(), usable_cores())
 
     def pack_linear(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
@@ -282,13 +281,6 @@ class CpuKernels(Kernels):
         for cache in caches:
             for part in (cache.key, cache.value):
                 self._lib.pb_copy_blocks(part.data_ptr(), ids.ctypes.data, len(ids), part[0].nbytes)
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on; more threads than that would only wait for each other."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _own(weight: PackedLinear) -> CpuLinear:

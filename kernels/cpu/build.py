@@ -1,22 +1,35 @@
 """Compile the C kernels at first use into the user's cache folder.
 
 The library's name holds a hash of the sources, the compiler, the flags and the CPU's features, so a new version,
-compiler or machine gets its own file. It is written beside its final name and renamed: concurrent starts may
-compile twice but never see half a file. It is not linked to OpenMP or to torch.
+compiler or machine gets its own file. It is written beside its final name and renamed, so nobody sees half a file. Of
+concurrent starts one compiles and the others wait for it; where files cannot be locked, each compiles. It is not linked
+to OpenMP or to torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from paged_backend.errors import BackendUnavailableError
+
+try:
+    import fcntl
+except ImportError:  # a system without it
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = (
     "-std=gnu11",
@@ -34,6 +47,12 @@ _NATIVE = (
 
 # for a machine whose operating system does not hand out the registers of the matrix unit that its CPU has
 WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
+
+
+LOCK_PATIENCE = 300.0
+"""Seconds to wait for another process that compiles, before compiling beside it."""
+
+_LEFTOVER_AGE = 3600.0  # seconds after which the folder of a build that was killed is removed
 
 
 class KernelBuildError(BackendUnavailableError):
@@ -55,9 +74,38 @@ def build(extra_flags: tuple[str, ...] | None = None) -> Path:
     extra_flags: which instruction set to compile for; None takes the machine's own.
     """
     library = library_path(extra_flags)
-    if not library.exists():
-        _compile(find_compiler(), _flags(extra_flags), [p for p in _sources() if p.suffix == ".c"], library)
+    try:
+        if library.exists():
+            return library
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(library.parent / "build.lock"):
+            if not library.exists():
+                _sweep(library.parent)
+                logger.warning("compiling the kernels, once, about 10 s")
+                sources = [path for path in _sources() if path.suffix == ".c"]
+                _compile(find_compiler(), _flags(extra_flags), sources, library)
+    except OSError as error:
+        raise _unwritable(library.parent, error) from error
     return library
+
+
+def check() -> None:
+    """Raise the KernelBuildError that :func:`build` would end in: no place to write, or no compiler that works."""
+    folder = cache_dir()
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(cache_dir(), error) from error
+    with tempfile.TemporaryDirectory() as scratch:
+        source, shared = Path(scratch) / "empty.c", Path(scratch) / "empty.so"
+        source.touch()
+        compiler = find_compiler()
+        _run([[*compiler, *_flags(None), "-shared", str(source), "-o", str(shared)]])
+        if not shared.exists():
+            raise KernelBuildError(f"{shlex.join(compiler)} compiles nothing: set CC to a working C compiler")
 
 
 def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
@@ -106,31 +154,79 @@ def _cpu_features() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold ``lock``, which other processes and threads wait for; not where the file system has no locks."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
-            objects = [str(Path(folder) / f"{p.stem}.o") for p in sources]
-            commands = [[*compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects)]
-            _run(commands)
-            shared = str(Path(folder) / library.name)
-            _run([[*compiler, *flags, "-shared", *objects, "-o", shared]])
-            os.replace(shared, library)
-    except OSError as error:
-        raise KernelBuildError(
-            f"cannot write compiled kernels to {library.parent} ({error}); set PAGED_BACKEND_CACHE to a writable folder"
-        ) from error
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # somebody else's file, or a folder that cannot be written: then compiling says so
+        yield
+        return
+    try:
+        _wait_for(handle)
+        yield
+    finally:
+        os.close(handle)  # which also unlocks
+
+
+def _wait_for(handle: int) -> None:
+    if fcntl is None:
+        return
+    for attempt in range(int(LOCK_PATIENCE * 10)):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == 0:
+                logger.warning("another process is compiling the kernels: waiting for it")
+            time.sleep(0.1)
+        except OSError:  # no locks here, as on some network file systems
+            return
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds left that were killed."""
+    for left in folder.glob("build-*"):
+        if left.is_dir() and time.time() - left.stat().st_mtime > _LEFTOVER_AGE:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
+        objects = [str(Path(folder) / f"{p.stem}.o") for p in sources]
+        _run([[*compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects)])
+        shared = str(Path(folder) / library.name)
+        _run([[*compiler, *flags, "-shared", *objects, "-o", shared]])
+        os.replace(shared, library)
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run compiler commands side by side; raise with the first failing one's output."""
-    running = [
-        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    for command, process, output in zip(commands, running, outputs):
-        if process.returncode:
-            detail = output.strip()[-800:] or f"exit status {process.returncode}"
-            raise KernelBuildError(
-                f"`{shlex.join(command)}` failed; install or set CC to a working C compiler:\n{detail}"
-            )
+    """Run compiler commands, as many at once as there are cores to use; raise with the first failing one's output."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        list(pool.map(_run_one, commands))
+
+
+def _run_one(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        # the whole command has hundreds of characters of flags
+        source = next((Path(part).name for part in command if part.endswith(".c")), "linking")
+        detail = f":\n{done.stdout.strip()[-800:]}" if done.stdout.strip() else ""
+        raise KernelBuildError(
+            f"`{command[0]}` failed ({source}, exit status {done.returncode}); install or set CC to a working C "
+            f"compiler{detail}"
+        )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _unwritable(folder: Path, error: OSError) -> KernelBuildError:
+    return KernelBuildError(
+        f"cannot write compiled kernels to {folder} ({error.strerror or error}); set PAGED_BACKEND_CACHE to a writable "
+        "folder"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_backend.kernels.cpu import build as build_module
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.select import select_kernels
@@ -47,21 +48,39 @@ def test_select_by_name() -> None:
         select_kernels("cuda")
 
 
-def test_concurrent_first_starts_end_with_one_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def built_name(cache: Path) -> str:
+    (library,) = cache.glob("*.so")
+    return library.name
+
+
+NO_LOCKS = """import fcntl
+def flock(*arguments):
+    raise OSError(95, "Operation not supported")
+fcntl.flock = flock
+"""
+
+
+@pytest.mark.parametrize("without_locks", ["", NO_LOCKS], ids=["with locks", "without"])
+def test_of_concurrent_first_starts_one_compiles_and_all_end_with_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_locks: str
 ) -> None:
     built = build()
     cache = tmp_path / "cache"
     monkeypatch.setenv("PAGED_BACKEND_CACHE", str(cache))
     # what is tested is who writes the file, not what is in it: this compiler hands out a library that is there
+    calls = tmp_path / "calls"
     compiler = tmp_path / "quick-cc"
-    compiler.write_text(f'#!/bin/sh\nfor out; do :; done\nsleep 0.2\ncp {shlex.quote(str(built))} "$out"\n')
+    compiler.write_text(
+        f'#!/bin/sh\nfor out; do :; done\nsleep 0.2\necho "$out" >> {calls}\ncp {shlex.quote(str(built))} "$out"\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     code = "import ctypes; from paged_backend.kernels.cpu.build import build; ctypes.CDLL(str(build())).pb_usable()"
-    starts = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    starts = [subprocess.Popen([sys.executable, "-c", without_locks + code]) for _ in range(3)]
     assert [p.wait(timeout=120) for p in starts] == [0, 0, 0]
-    assert len(list(cache.iterdir())) == 1
+    assert {path.name for path in cache.iterdir()} - {"build.lock"} == {built_name(cache)}
+    links = [line for line in calls.read_text().splitlines() if line.endswith(".so")]
+    assert 1 <= len(links) <= (3 if without_locks else 1)
 
 
 def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +88,69 @@ def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PAGED_BACKEND_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(KernelBuildError, match="PAGED_BACKEND_CACHE"):
         build()
+
+
+def test_compiling_is_announced_once_and_finding_the_library_is_not(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_module, "_compile", lambda compiler, flags, sources, library: library.touch())
+    build()
+    build()
+    assert [record.getMessage() for record in caplog.records] == ["compiling the kernels, once, about 10 s"]
+
+
+def test_no_more_compilers_run_at_once_than_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "usable_cores", lambda: 2)
+    log = tmp_path / "log"
+    step = ["sh", "-c", f"echo + >> {log}; sleep 0.1; echo - >> {log}"]
+    build_module._run([step] * 5)
+    running, most = 0, 0
+    for sign in log.read_text().split():
+        running += 1 if sign == "+" else -1
+        most = max(most, running)
+    assert most == 2
+
+
+def test_what_a_killed_build_left_is_removed_by_a_later_one(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "_compile", lambda compiler, flags, sources, library: library.touch())
+    for name in ("build-old", "build-new"):
+        (empty_cache / name).mkdir(parents=True)
+        (empty_cache / name / "ops.o").touch()
+    os.utime(empty_cache / "build-old", (1, 1))
+    build()
+    assert [path.name for path in empty_cache.glob("build-*")] == ["build-new"]
+
+
+def test_a_compiler_that_fails_is_named_without_its_flags(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(KernelBuildError) as caught:
+        build()
+    assert str(caught.value).startswith("`/bin/false` failed (")
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/bin/true", "no-such-compiler"])
+def test_a_check_finds_a_compiler_that_does_not_work(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    build_module.check()
+    assert not empty_cache.exists()
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(KernelBuildError, match="CC"):
+        build_module.check()
+
+
+def test_a_check_finds_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGED_BACKEND_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/x")
+    with pytest.raises(KernelBuildError, match="PAGED_BACKEND_CACHE"):
+        build_module.check()
 
 
 def test_flags_are_part_of_the_key() -> None:
