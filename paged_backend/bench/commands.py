@@ -116,7 +116,7 @@ def perplexity(
         except Exception as error:  # a variant that cannot run is a line of the table
             lines.append([name, "failed", "", ""])
             found.append({"variant": name, "error": str(error)})
-            typer.echo(f"{name}: {error}", err=True)
+            complain(f"{name}: {error}")
             continue
         first = first or value
         lines.append([name, f"{value:.4f}", f"{value / first:.4f}", str(count)])

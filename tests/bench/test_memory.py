@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import random
@@ -250,3 +251,29 @@ def test_bad_options_end_with_a_clear_message(flags, status, message):
     result = CliRunner().invoke(app, [*FLAGS, *flags], terminal_width=300)
     assert result.exit_code == status
     assert message in result.stderr
+
+
+def test_a_placement_that_is_not_there_is_a_usage_error():
+    result = CliRunner().invoke(app, ["bench", "memory", "--placement", "bddy"])
+    assert result.exit_code == 2
+    assert "--placement must be first-fit or buddy, got 'bddy'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["memory", "latency"])
+@pytest.mark.parametrize(
+    ("picture", "complaint"),
+    [
+        ("out.png", "pip install 'paged-backend[bench]'"),
+        ("out.txt", "must end in"),
+        ("no/out.png", "no folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_computed(
+    command, picture, complaint, tmp_path, monkeypatch
+):
+    find, absent = importlib.util.find_spec, "matplotlib" if complaint.startswith("pip") else ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find(name))
+    arguments = ["bench", command, "/nonexistent/model", "--plot", str(tmp_path / picture)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr

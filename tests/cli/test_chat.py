@@ -64,14 +64,16 @@ def test_the_system_message_stays_after_a_reset_and_can_be_removed(talk):
     assert counts(stats(talk("hi", "/stats", arguments=["--system", "be brief"]))[0])[0] == one[0]
 
 
-def test_exit_leaves_before_the_end_of_the_input(talk):
-    assert talk("/exit", "hi").stdout == ""
+@pytest.mark.parametrize("word", ["/exit", "/quit"])
+def test_exit_and_quit_leave_before_the_end_of_the_input(talk, word):
+    result = talk(word, "hi")
+    assert (result.stdout, result.exit_code) == ("", 0)
 
 
 def test_an_unknown_command_is_not_sent_to_the_model(talk):
-    result = talk("/quit")
+    result = talk("/stop")
     assert result.stdout == ""
-    assert "unknown command /quit" in result.stderr
+    assert "unknown command /stop" in result.stderr
     assert result.exit_code == 1
 
 

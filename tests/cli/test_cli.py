@@ -126,6 +126,38 @@ def test_a_repeated_prompt_reports_cached_tokens(run):
     assert once["text"] == again["text"]
 
 
+@pytest.mark.parametrize(
+    ("name", "stdin"),
+    [("requests.txt", False), ("requests.json", False), (None, True)],
+)
+def test_requests_in_json_are_not_run_as_text_by_mistake(run, tmp_path, name, stdin):
+    line = '{"prompt": "five jugs"}\n'
+    arguments = []
+    if name is not None:
+        (tmp_path / name).write_text(f"\n{line}", encoding="utf-8")
+        arguments = ["--input", str(tmp_path / name)]
+    result = run(*arguments, stdin=line if stdin else None)
+    assert result.exit_code == (1 if stdin else 2)  # what a pipe has is known only when it comes
+    assert "this looks like JSONL: --format jsonl" in result.stderr
+    assert "text" not in result.stdout.replace("--format text", "")
+    assert run(*arguments, "--format", "text", stdin=line if stdin else None).exit_code == 0
+    (record,) = records(run(*arguments, "--format", "jsonl", stdin=line if stdin else None))
+    assert "text" in record
+
+
+def test_text_that_only_begins_like_json_is_a_prompt(run, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text('{"a": 1} is JSON\n{"colour": "red"}\n', encoding="utf-8")
+    result = run("--input", str(path))
+    assert [set(record) >= {"text"} for record in records(result)] == [True, True]
+
+
+def test_an_empty_stdin_is_no_prompt(run):
+    result = run(stdin="")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "paged-backend: no prompts: give them as arguments, with --input, or on stdin\n"
+
+
 # --- the chat template -----------------------------------------------------------------------------------------------
 
 
@@ -316,6 +348,38 @@ def test_kernels_that_are_not_to_be_had_here_end_with_one_clear_line(
     assert result.exit_code == 1, result.exception
     assert result.stderr.splitlines()[-1].startswith("paged-backend: cannot ")
     assert hint in result.stderr
+
+
+def test_a_misspelt_demo_is_answered_with_the_name():
+    result = CliRunner().invoke(app, ["run", "dmeo", "hi"])
+    assert result.exit_code == 1
+    assert "did you mean 'demo'?" in result.stderr
+
+
+def test_a_path_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, kind in (("./nofolder", "folder"), (str(tmp_path / "none"), "folder"), ("x.gguf", "file")):
+        result = CliRunner().invoke(app, ["run", name, "hi"])
+        assert result.stderr == f"paged-backend: cannot open {name!r}: there is no {kind} {name!r}\n"
+
+
+def test_slow_kernels_are_warned_of_in_one_line_without_source_code(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGED_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    result = run("five jugs", options=["--num-blocks", "128"])
+    assert result.exit_code == 0
+    assert result.stderr.startswith("paged-backend: using the slow torch kernels: CC='no-such-compiler'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_compiling_the_kernels_is_announced(run, tmp_path, monkeypatch):
+    from paged_backend.kernels.cpu import build
+
+    built = build.build()
+    monkeypatch.setenv("PAGED_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda *arguments: arguments[-1].write_bytes(built.read_bytes()))
+    result = run("five jugs", options=["--num-blocks", "128"])
+    assert result.stderr == "paged-backend: compiling the kernels, once, about 10 s\n"
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

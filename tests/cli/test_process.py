@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +76,45 @@ def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start):
     errors = process.stderr.read()
     assert process.wait() == 128 + signal.SIGPIPE
     assert errors == b""
+
+
+def test_a_full_disk_ends_a_run_with_one_line(model, quiet_env):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("the system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "paged_backend", "run", model, "five jugs", "--max-tokens", "4", *OPTIONS],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=quiet_env,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "paged-backend: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["pipe that closes later", "/dev/null"])
+def test_no_prompts_are_said_and_nothing_is_loaded_for_an_empty_stdin(start, quiet_env, wait):
+    if wait:
+        process = start("run")
+        _, errors = process.communicate()
+    else:
+        command = [sys.executable, "-m", "paged_backend", "run", "/no/such/model"]
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=quiet_env)
+        errors = process.stderr
+    assert process.returncode == 2
+    assert b"no prompts" in errors
+    assert b"/no/such/model" not in errors
+
+
+def test_ctrl_c_while_a_chat_loads_its_model_says_interrupted(start):
+    process = start("chat")
+    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors == b"paged-backend: interrupted\n"
 
 
 def test_ctrl_c_ends_a_run_without_a_traceback(start):

@@ -150,9 +150,9 @@ def test_quantization_the_kernels_lack_is_refused(folder):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"no model at .*nowhere"):
+    with pytest.raises(ModelLoadError, match=r"there is no folder .*nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ModelLoadError, match=r"no model at .*x\.gguf"):
+    with pytest.raises(ModelLoadError, match=r"there is no file .*x\.gguf"):
         load(tmp_path / "x.gguf")
 
 
