@@ -293,29 +293,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; counts may be from within a running step."""
-        core, cache = self._core, self._core.cache
-        scheduler, usage = core.scheduler, core.usage
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_steps=core.num_steps,
-            num_failed_steps=core.num_failed_steps,
-            num_preemptions=scheduler.stats.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            scheduled_tokens=scheduler.stats.scheduled_tokens,
-            kv_blocks_total=cache.pool.capacity,
-            kv_blocks_used=cache.pool.num_used,
-            kv_blocks_cached=cache.prefixes.num_cached_blocks,
-            kv_block_bytes=self._block_bytes,
-            kv_usage=cache.pool.num_used / cache.pool.capacity,
-            kv_waste=usage.waste,
-            kv_sharing=usage.sharing,
-            kv_peak_blocks=usage.peak_blocks,
-            mean_running=usage.mean_running,
-            prefix_cache_queries=cache.prefix_queries,
-            prefix_cache_hits=cache.prefix_hits,
-            health=self.health,
+        return EngineStats.of(
+            self._core, self._prompt_tokens, self._generation_tokens, self._block_bytes, self.health
         )
 
     def trim(self) -> int:

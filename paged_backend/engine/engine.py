@@ -1,15 +1,13 @@
 """EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
 
 A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
-computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for the
-host. If the model raises, each request of the step is run again alone, once; those that fail again get the error, the
-rest go on (KV writes are idempotent, and nothing was published or appended by the failed attempt).
+computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for
+the host. What fails, fails alone (see ``pipeline``): KV writes are idempotent, and nothing is published or appended
+before a step has succeeded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +17,13 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.beam_search import BeamGroup, Hypothesis
 from paged_backend.engine.door import Door
 from paged_backend.engine.flight import Flight, Part
+from paged_backend.engine.pipeline import Pipeline
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
-from paged_backend.engine.works import work_of
-from paged_backend.errors import DeviceLostError, RequestFailedError
+from paged_backend.errors import RequestFailedError
 from paged_backend.runner.base import Result, Runner
 from paged_backend.runner.sampler import Sampled
-
-logger = logging.getLogger("paged_backend")
 
 
 @dataclass(slots=True)
@@ -71,10 +67,9 @@ class EngineCore:
         self.always_check = always_check
         self.usage = UsageMeter(cache.block_size)
         self.num_steps = 0
-        self.num_failed_steps = 0
         self._requests: dict[str, list[Request]] = {}
         self._masks: ThreadPoolExecutor | None = None
-        self._flight: Flight | None = None  # launched, and not landed yet
+        self._pipeline = Pipeline(runner, cache)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -93,8 +88,13 @@ class EngineCore:
         return ended
 
     @property
+    def num_failed_steps(self) -> int:
+        """Steps that had to be run again, request by request."""
+        return self._pipeline.num_failed
+
+    @property
     def has_work(self) -> bool:
-        return self._flight is not None or self.scheduler.has_work
+        return self._pipeline.waiting is not None or self.scheduler.has_work
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -103,40 +103,36 @@ class EngineCore:
 
         Raises DeviceLostError, and what is a fault of the bookkeeping itself.
         """
-        flight, self._flight = self._flight or self._launch(), None
+        if self._pipeline.waiting is None:
+            self._launch()
+        flight = self._pipeline.take()
         if flight is None:
             return []
-        if self.runner.runs_ahead and flight.foreseeable(self.runner.draws_alone):
+        if self._pipeline.can_go_on(flight):
             flight.assume()
-            self._flight = self._launch()
+            self._launch()
         updates = self._land(flight)
         self.usage.add(self._usage())
         if self.always_check:
             self.check()
         return updates
 
-    def _launch(self) -> Flight | None:
-        """Schedule a step and give it to the runner; None if there is nothing to do."""
+    def _launch(self) -> None:
+        """Schedule a step and give it to the runner, if there is anything to do."""
         picked = self.scheduler.schedule()
         if not picked:
-            return None
+            return
         now = time.monotonic()
         for request in self.scheduler.stats.last_admitted:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
         flight = Flight(picked, self.cache.take_copies())
         self._prepare_masks(picked)
-        try:
-            if flight.copies:
-                self.runner.copy_blocks(flight.copies)
-            flight.results = self.runner.launch(flight.works)
-        except Exception as error:
-            self._note_failure(flight, error)
-        return flight
+        self._pipeline.launch(flight)
 
     def _land(self, flight: Flight) -> list[Update]:
         """Wait for a step and take up its results."""
-        results = self._results(flight)
+        results = self._pipeline.results(flight)
         self.num_steps += 1
         now = time.monotonic()
         updates: list[Update] = []
@@ -153,40 +149,6 @@ class EngineCore:
             if request.group is not None and request.status is not Status.FINISHED:
                 self._branch(request, request.group, now, updates)
         return updates
-
-    def _results(self, flight: Flight) -> list[Result] | list[Result | Exception | None]:
-        """The results of a step; where it failed, of each of its requests alone. None: to be scheduled anew."""
-        if not flight.failed:
-            try:
-                return flight.results()
-            except Exception as error:
-                self._note_failure(flight, error)
-        if self._flight is not None and not self._flight.failed:
-            self._flight.failed = True  # it was computed on top of this one
-            with contextlib.suppress(Exception):
-                self._flight.results()
-        flight.withdraw(self.cache)
-        return [self._alone(part, flight) for part in flight.parts]
-
-    def _note_failure(self, flight: Flight, error: Exception) -> None:
-        if isinstance(error, DeviceLostError):
-            raise error
-        flight.failed = True
-        self.num_failed_steps += 1
-        logger.warning("a step of %d requests failed (%r); running each alone", len(flight.parts), error)
-
-    def _alone(self, part: Part, flight: Flight) -> Result | Exception | None:
-        try:
-            mine = [pair for pair in flight.copies if pair[1] in part.request.table.block_ids]
-            if mine:
-                self.runner.copy_blocks(mine)
-            if not part.stands:
-                return None
-            return self.runner.run([work_of(part.request, part.count)])[0]
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            return error
 
     def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
         """Let grammars fill their masks in a thread of their own while the model computes."""
@@ -317,7 +279,7 @@ class EngineCore:
     def fail_all(self, cause: Exception) -> list[Update]:
         """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
         updates = []
-        self._flight = None
+        self._pipeline.waiting = None
         for request in self.scheduler.requests():
             updates.extend(self._fail(request, cause))
         return updates
@@ -335,8 +297,7 @@ class EngineCore:
 
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""
-        self._flight = None
-        self.runner.close()
+        self._pipeline.close()
         del self.runner
         if self._masks is not None:
             self._masks.shutdown()
@@ -345,7 +306,7 @@ class EngineCore:
         requests = self.scheduler.requests()
         blocks = self.cache.pool.num_used
         size = self.cache.block_size
-        parts = self._flight.parts if self._flight is not None else ()
+        parts = self._pipeline.waiting.parts if self._pipeline.waiting is not None else ()
         written = sum(part.count for part in parts if part.stands)  # by the step in flight
         unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
         logical = sum(r.num_computed for r in requests) + written

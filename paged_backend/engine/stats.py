@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.engine.engine import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,32 @@ class EngineStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     health: str
+
+    @classmethod
+    def of(
+        cls, core: EngineCore, prompt_tokens: int, generation_tokens: int, block_bytes: int, health: str
+    ) -> EngineStats:
+        """Of a core, with what only its engine knows."""
+        scheduler, cache, usage = core.scheduler, core.cache, core.usage
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_steps=core.num_steps,
+            num_failed_steps=core.num_failed_steps,
+            num_preemptions=scheduler.stats.num_preemptions,
+            prompt_tokens=prompt_tokens,
+            generation_tokens=generation_tokens,
+            scheduled_tokens=scheduler.stats.scheduled_tokens,
+            kv_blocks_total=cache.pool.capacity,
+            kv_blocks_used=cache.pool.num_used,
+            kv_blocks_cached=cache.prefixes.num_cached_blocks,
+            kv_block_bytes=block_bytes,
+            kv_usage=cache.pool.num_used / cache.pool.capacity,
+            kv_waste=usage.waste,
+            kv_sharing=usage.sharing,
+            kv_peak_blocks=usage.peak_blocks,
+            mean_running=usage.mean_running,
+            prefix_cache_queries=cache.prefix_queries,
+            prefix_cache_hits=cache.prefix_hits,
+            health=health,
+        )
