@@ -5,16 +5,21 @@
 
 The first turn is held to a tool call by a grammar: even a model of 135 million parameters writes one that is valid.
 Larger models decide for themselves: then leave ``tool_choice`` out, or use ``langchain.agents.create_agent``.
+
+Needs: pip install 'paged-backend[langchain]'
 """
 
 from __future__ import annotations
 
 import sys
 
+# first: if LangChain is missing, it says what to install
+from paged_backend.adapters.langchain import ChatPaged
+
+# isort: split
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from lexical import Passages
-from paged_backend.adapters.langchain import ChatPaged
 
 PASSAGES = Passages()
 

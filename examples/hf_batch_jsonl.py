@@ -4,6 +4,8 @@
 
 Every line of the input has "prompt" (text), or every line has "messages" (a chat); the output repeats the line
 and adds "output". Without arguments a small input is made, so that the script can be tried at once.
+
+Needs: pip install paged-backend
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Drop-in generate: one line differs from a script for transformers.
 
 python examples/hf_generate.py [model]
+
+Needs: pip install paged-backend
 """
 
 import sys

@@ -1,6 +1,8 @@
 """Drop-in pipeline: the import differs, the calls and their results do not, and a list runs as one batch.
 
 python examples/hf_pipeline.py [model]
+
+Needs: pip install paged-backend
 """
 
 import sys

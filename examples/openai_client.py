@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
-import openai
+try:
+    import openai
+except ImportError as error:
+    raise ImportError("the server and this client need: pip install 'paged-backend[server]'") from error
 from pydantic import BaseModel
 
 
@@ -35,34 +40,30 @@ WEATHER = {
 
 
 @contextlib.contextmanager
-def demo_server(port: int = 8000) -> Iterator[str]:
+def demo_server() -> Iterator[str]:
     """The address of a server on the demo model, which ends with the block."""
-    command = [
-        sys.executable,
-        "-m",
-        "paged_backend.cli",
-        "serve",
-        "demo",
-        "--port",
-        str(port),
-        "--max-model-len",
-        "2048",
-    ]
-    server = subprocess.Popen(command)
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        while True:
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1"
+    options = ["--port", str(port), "--max-model-len", "2048"]
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "paged_backend", "serve", "demo", *options], stderr=log
+        )
+        try:
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+            ready = False
+            while not ready:
                 if server.poll() is not None:
-                    raise SystemExit("the server did not start") from None
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        server.wait()
+                    log.seek(0)
+                    raise SystemExit(f"the server did not start:\n{log.read()}")
+                with contextlib.suppress(openai.APIConnectionError):
+                    ready = bool(client.models.list().data)
+                time.sleep(0.1)
+            yield url
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def show(url: str) -> None:

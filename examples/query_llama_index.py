@@ -2,18 +2,23 @@
 
 python examples/query_llama_index.py
 python examples/query_llama_index.py "When does the water lily flower?"
+
+Needs: pip install 'paged-backend[llama-index]'
 """
 
 from __future__ import annotations
 
 import sys
 
+# first: if LlamaIndex is missing, it says what to install
+from paged_backend.adapters.llama_index import PagedLLM
+
+# isort: split
 from lexical import Passages
 from llama_index.core import PromptTemplate, QueryBundle
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
-from paged_backend.adapters.llama_index import PagedLLM
 
 QUESTIONS = [
     "How many kinds of cactus are there?",

@@ -3,27 +3,38 @@
     python examples/rag_langchain.py
     python examples/rag_langchain.py "When does the water lily flower?" "Who founded the garden?"
 
-The questions of one run are answered in one batch, and what their prompts have in common is computed once.
+The questions of one run are answered in one batch. The instructions, with which their prompts begin, are computed for
+the first; the others find them in the cache.
+
+Needs: pip install 'paged-backend[langchain]'
 """
 
 from __future__ import annotations
 
 import sys
 
+# first: if LangChain is missing, it says what to install
+from paged_backend.adapters.langchain import ChatPaged
+
+# isort: split
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 from lexical import Passages
-from paged_backend.adapters.langchain import ChatPaged
 from pydantic import SkipValidation
 
 QUESTIONS = [
     "How much is a ticket for an adult?",
     "When was the Palm House built?",
-    "Who founded the garden?",
+    "Who founded the garden in 1852?",
 ]
+
+SYSTEM = (
+    "You answer the visitors of the Alder Hill Botanical Garden. Keep to names, numbers and years as they are written. "
+    "Answer in one short sentence, from these facts only:\n{context}"
+)
 
 
 class LexicalRetriever(BaseRetriever):
@@ -43,7 +54,7 @@ class LexicalRetriever(BaseRetriever):
 def main() -> None:
     prompt = ChatPromptTemplate.from_messages(
         [
-            ("system", "Answer in one short sentence, from these facts only:\n{context}"),
+            ("system", SYSTEM),
             ("human", "{question}"),
         ]
     )

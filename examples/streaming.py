@@ -4,6 +4,8 @@
 
 LangChain, LlamaIndex and the engine itself name the same model, so they share its weights, its memory and its prefixes:
 the second and the third find the common prompt already computed. Leaving a stream early frees its memory at once.
+
+Needs: pip install 'paged-backend[langchain,llama-index]'
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from langchain_core.messages import HumanMessage
-from llama_index.core.llms import ChatMessage
+# first: if LangChain or LlamaIndex is missing, they say what to install
 from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.adapters.llama_index import PagedLLM
+
+# isort: split
+from langchain_core.messages import HumanMessage
+from llama_index.core.llms import ChatMessage
 
 from paged_backend import SamplingParams, get_engine
 

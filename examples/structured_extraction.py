@@ -3,15 +3,20 @@
     python examples/structured_extraction.py
 
 The grammar makes every output valid for the class; whether it is true is up to the model.
+
+Needs: pip install 'paged-backend[langchain]'
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+# first: if LangChain is missing, it says what to install
+from paged_backend.adapters.langchain import ChatPaged
+
+# isort: split
 from langchain_core.prompts import ChatPromptTemplate
 from lexical import DOCUMENTS
-from paged_backend.adapters.langchain import ChatPaged
 from pydantic import BaseModel, Field
 
 
