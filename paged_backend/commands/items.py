@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import typer
 
+from paged_backend.commands.common import complain
+
 KINDS = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*KINDS, "params", "id")
 NO_PROMPTS = "no prompts: give them as arguments, with --input, or on stdin"
@@ -64,7 +66,8 @@ def check_source(path: Path | None, form: str | None) -> None:
     if path is None or is_stdin(path):
         start = _waiting_input()
         if start == b"":
-            raise typer.BadParameter(NO_PROMPTS)
+            complain(NO_PROMPTS)
+            raise typer.Exit(2)
     else:
         try:
             with path.open("rb") as lines:
