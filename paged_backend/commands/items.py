@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,9 +70,14 @@ def check_source(path: Path | None, form: str | None) -> None:
             complain(NO_PROMPTS)
             raise typer.Exit(2)
     else:
+        start = b""
         try:
-            with path.open("rb") as lines:
-                start = next((line for line in lines if line.strip()), b"")
+            if path.is_file():
+                with path.open("rb") as lines:
+                    start = next((line for line in lines if line.strip()), b"")
+            elif path.is_dir() or not os.access(path, os.R_OK):
+                path.open("rb").close()  # which says why not
+            # a pipe gives its lines only once, to whoever opens it first
         except OSError as error:
             raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from error
         if form is None and path.suffix == ".json":

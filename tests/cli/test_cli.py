@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import fields
 
 import pytest
@@ -150,6 +152,16 @@ def test_text_that_only_begins_like_json_is_a_prompt(run, tmp_path):
     path.write_text('{"a": 1} is JSON\n{"colour": "red"}\n', encoding="utf-8")
     result = run("--input", str(path))
     assert [set(record) >= {"text"} for record in records(result)] == [True, True]
+
+
+def test_a_named_pipe_gives_all_its_lines(run, tmp_path):
+    pipe = tmp_path / "prompts"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("five jugs\na box\n"))
+    writer.start()
+    result = run("--input", str(pipe))
+    writer.join()
+    assert [r["index"] for r in by_index(result)] == [0, 1]
 
 
 def test_an_empty_stdin_is_no_prompt(run):
