@@ -22,7 +22,7 @@ def serve(tiny_model, tmp_path):
 
     def call(*options):
         log = tmp_path / f"log{len(started)}"
-        command = ["serve", tiny_model, "--threads", "1", "--served-model-name", "tiny", *options]
+        command = ["serve", tiny_model, "--kernels", "reference", "--served-model-name", "tiny", *options]
         with log.open("w") as target:
             process = subprocess.Popen(
                 [sys.executable, "-m", "paged_backend.cli", *command],
