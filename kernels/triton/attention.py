@@ -173,21 +173,40 @@ def attention(
     if SHORT:
         place = (sequence * most_queries + query).to(tl.int64)
         at_lse = lse_ptr + (place * HEADS + head) * num_segments
-        for segment in range(own, tl.cdiv(high, SEGMENT), workers):
-            maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-            begin = tl.maximum(segment * SEGMENT, low // BLOCK_N * BLOCK_N)
-            for n in range(begin, tl.minimum(high, segment * SEGMENT + SEGMENT), BLOCK_N):
-                maximum, total, acc = _attend_tile(
-                    q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
-                    D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND,
-                )  # fmt: skip
-            # a row that sees nothing of this segment writes what the merge will not read
-            safe = tl.where(total == 0.0, 1.0, total)
-            tl.store(at_lse + segment, maximum + tl.math.log2(safe), mask=real)
-            at_out = out_ptr + ((place * HEADS + head) * num_segments + segment)[:, None] * D + d[None, :]
-            tl.store(at_out, acc / safe[:, None], mask=real[:, None] & (d < D)[None, :])
+        # one loop over the tiles of all the worker's segments, so that the first tiles of a segment are fetched
+        # while the last of the one before are multiplied
+        PER_SEGMENT: tl.constexpr = SEGMENT // BLOCK_N
+        own_segments = tl.cdiv(tl.cdiv(high, SEGMENT) - own, workers)
+        last = own + (own_segments - 1) * workers
+        begin = tl.maximum(0, low - own * SEGMENT) // BLOCK_N
+        end = own_segments * PER_SEGMENT - tl.maximum(0, last * SEGMENT + SEGMENT - high) // BLOCK_N
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+        for i in range(begin, end):
+            segment = own + i // PER_SEGMENT * workers
+            n = segment * SEGMENT + i % PER_SEGMENT * BLOCK_N
+            maximum, total, acc = _attend_tile(
+                q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
+                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND,
+            )  # fmt: skip
+            complete = (i % PER_SEGMENT == PER_SEGMENT - 1) | (i == end - 1)
+            if complete:
+                # a row that sees nothing of this segment writes what the merge will not read
+                safe = tl.where(total == 0.0, 1.0, total)
+                tl.store(at_lse + segment, maximum + tl.math.log2(safe), mask=real)
+                at_out = out_ptr + ((place * HEADS + head) * num_segments + segment)[:, None] * D
+                # in halves, as what is stored passes through shared memory of its own
+                left, right = tl.split(
+                    tl.permute(tl.reshape(acc / safe[:, None], [BLOCK_M, 2, D_PAD // 2]), (0, 2, 1))
+                )
+                c = tl.arange(0, D_PAD // 2)
+                tl.store(at_out + c[None, :], left, mask=real[:, None] & (c < D)[None, :])
+                c += D_PAD // 2
+                tl.store(at_out + c[None, :], right, mask=real[:, None] & (c < D)[None, :])
+            maximum = tl.where(complete, float("-inf"), maximum)
+            total = tl.where(complete, 0.0, total)
+            acc = tl.where(complete, 0.0, acc)
     else:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
