@@ -52,12 +52,14 @@ def attention_tiles(
 ) -> Tiles:
     """dtype: of the queries. head_dim D, group: query heads per key head. short: queries of few tokens (decode).
 
-    Decode is bound by memory: the fewest rows, deep prefetching. Prefill is bound by the tensor cores: many
-    rows share a tile of keys, as many as registers allow, which are more where accumulators can be fed from
-    shared memory (capability 90 up to 119; from 120 on are consumer cards, built like those before 90). One such
-    program of 8 warps fills a processor's registers; heads of up to 64 leave room for two of 4 warps, or of 8 on
-    capability 90. The next tile is fetched while one is multiplied, which a head of 256 has the shared memory for on
-    data-centre cards only. float32 is multiplied without tensor cores and is meant for checking, not for speed.
+    Decode is bound by memory: the fewest rows, and as many bytes under way as can be: programs of 4 warps with 168
+    registers and 73 KB (heads of 128), of which a processor of capability 90 and up holds three, one of 80 two.
+    Prefill is bound by the tensor cores: many rows share a tile of keys, as many as registers allow, which are more
+    where accumulators can be fed from shared memory (capability 90 up to 119; from 120 on are consumer cards, built
+    like those before 90). One such program of 8 warps fills a processor's registers; heads of up to 64 leave room for
+    two of 4 warps, or of 8 on capability 90. The next tile is fetched while one is multiplied, which a head of 256 has
+    the shared memory for on data-centre cards only. float32 is multiplied without tensor cores and is meant for
+    checking, not for speed.
     """
     small = head_dim <= 128
     if dtype == torch.float32:
@@ -68,7 +70,8 @@ def attention_tiles(
     if short:
         if not small:
             return Tiles(short_rows(group), 32, 0, 8, 5, 255)
-        return Tiles(short_rows(group), 64 if capability else 32, 0, 4, 5)
+        rows = short_rows(group)
+        return Tiles(rows, 64 if capability else 32, 0, 4, 5, 168 if rows <= 32 else None)
     rows = max(128 if small else 64, pow2(group))
     if not capability:
         return Tiles(rows, 32 if small else 16, 0, 4, 2)
