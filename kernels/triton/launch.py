@@ -29,6 +29,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 _COLUMNS = 16384  # of a row that a program of rms_norm can hold
 _COPY_WORDS = 1024
 _SAMPLE_TOKENS = 2048
+_SAMPLE_STAGES = 4  # three blocks of 8 KB under way while one is worked on, which outlasts the way from L2
 _COUNTED_TOKENS = 1024
 _PENALISED_TOKENS = 1024
 _ACTIVATION_COLUMNS = 1024
@@ -209,7 +210,7 @@ class Launcher:
         if rows:
             self.launch(sampling.sample, (rows,), 
                 logits, temperature, top_k, top_p, min_p, noise, tokens, v, logits.stride(0),
-                min(_SAMPLE_TOKENS, pow2(v)), num_warps=8,
+                min(_SAMPLE_TOKENS, pow2(v)), _SAMPLE_STAGES if self.capability else 2, num_warps=8,
             )  # fmt: skip
         return tokens
 

@@ -65,6 +65,16 @@ def test_greedy_takes_the_first_of_equal_maxima_and_zeros_of_both_signs_are_equa
     assert ours[1] == theirs[1]
 
 
+def test_in_a_vocabulary_of_several_blocks_the_lowest_id_wins_wherever_it_lies_in_its_block() -> None:
+    """Blocks are of 2048: ids 2100 and 4148 share a lane, 4100 lies in an earlier one."""
+    logits = torch.randn(3, 5000)
+    logits[:, [2100, 4100, 4148]] = 9.0
+    logits[1, 4999], logits[2, 4999] = 9.5, float("nan")
+    ours, theirs = draw(logits, [resolved(temperature=0)] * 3, [0, 1, 2])
+    assert ours == [2100, 4999, -1]
+    assert theirs == [2100, 4999, None]
+
+
 def test_rows_that_are_not_finite_are_told_apart() -> None:
     logits = torch.randn(4, 30)
     logits[0, 3], logits[1, 4] = float("nan"), float("inf")
