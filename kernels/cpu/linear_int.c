@@ -1,4 +1,4 @@
-/* Linear layers with int8 and int4 weights: packing, and products on vector units.
+/* Linear layers with int8 and int4 weights: products on vector units.
  *
  * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). A block of K of one panel is widened
  * to 16 bits in the first-level cache, where all rows use it; the block's integer sums are then added to fp32
@@ -6,105 +6,6 @@
  */
 #include "linear_int.h"
 #include "threads.h"
-
-#include <stdlib.h>
-
-enum { PACK_CHOICES = 6 };
-
-/* w [GROUP] as int4, in units of an int8 number (1 / unit): choose the range with the least squared error. */
-static void quantize_group(const float *w, float unit, int32_t *q, int *step, int *offset) {
-    enum { VECTORS = GROUP / W, HALF = 1 << (INT4_SHIFT - 1) };
-    vf x[VECTORS], top = {}, bottom = {};
-    for (int i = 0; i < VECTORS; i++) {
-        x[i] = vload(w + i * W) * vset1(unit);
-        top = vmax(x[i], top);
-        bottom = vmax(-x[i], bottom);
-    }
-    float high = vmaximum(top), low = -vmaximum(bottom), best = -1.0f;
-    for (int choice = 0; choice < PACK_CHOICES; choice++) {
-        float shrink = 1.0f - 0.05f * (float)choice;
-        int s = (int)((high - low) * shrink / 15.0f * (1 << INT4_SHIFT) + 0.5f);
-        if (s < 1) s = 1;
-        int o = (int)__builtin_floorf(low * shrink * (1 << INT4_SHIFT) + 0.5f) + HALF;
-        vf errors = {}, inverse = vset1((float)(1 << INT4_SHIFT) / (float)s), from = vset1((float)(o - HALF) / (float)s);
-        vi trial[VECTORS];
-        for (int i = 0; i < VECTORS; i++) {
-            vf n = vfma(x[i], inverse, vset1(0.5f) - from);
-            n = -vmax(-vmax(n, vset1(0.0f)), vset1(-15.0f));
-            trial[i] = __builtin_convertvector(n, vi);
-            vf off = x[i] - __builtin_convertvector((trial[i] * s + o) >> INT4_SHIFT, vf);
-            errors = vfma(off, off, errors);
-        }
-        float error = vsum(errors);
-        if (best >= 0.0f && !(error < best)) continue;
-        best = error;
-        *step = s, *offset = o;
-        memcpy(q, trial, sizeof trial);
-    }
-}
-
-typedef struct {
-    char *packed;
-    const char *source;
-    int64_t n, first, rows, k, ld;
-    int from_bf16, int4;
-} int_pack_job;
-
-static void pack_row(const int_pack_job *job, char *panel, int64_t lane, const float *w, float scale) {
-    int64_t k = job->k;
-    float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    if (!job->int4) {
-        for (int64_t i = 0; i < k; i += W) {
-            vf x = vload(w + i) * vset1(inverse); /* the row ends in zeros up to a whole vector */
-            vi half = (as_vi(x) & INT32_MIN) | as_vi(vset1(0.5f));
-            vi q = __builtin_convertvector(x + as_vf(half), vi);
-            for (int j = 0; j < W; j += UNIT)
-                for (int u = 0; u < UNIT; u++) panel[int8_position(i + j, lane) + u] = (char)q[j + u];
-        }
-        return;
-    }
-    for (int64_t i = 0; i < k; i += GROUP) {
-        int32_t q[GROUP];
-        int step, offset;
-        char *group = panel + i / GROUP * INT4_GROUP_BYTES;
-        quantize_group(w + i, inverse, q, &step, &offset);
-        ((uint16_t *)group)[lane] = (uint16_t)step;
-        ((int16_t *)group)[NR + lane] = (int16_t)offset;
-        for (int j = 0; j < GROUP; j++) {
-            int high;
-            int64_t byte = int4_position(j, lane, &high);
-            group[GROUP_PARAMETERS + byte] |= (char)(q[j] << (high ? 4 : 0));
-        }
-    }
-}
-
-static void pack_int_panel(const void *context, int64_t item) {
-    const int_pack_job *job = context;
-    int64_t panel = job->first / NR + item, k = job->k;
-    char *out = job->packed + panel * int_panel_bytes(k, job->int4);
-    float *scales = (float *)int_scales(job->packed, job->n, k, job->int4), *row = calloc((size_t)int_padded_k(k), 4);
-    if (!row) abort();
-    for (int64_t lane = 0; lane < NR; lane++) {
-        int64_t r = panel * NR + lane - job->first;
-        if (r < 0 || r >= job->rows) continue;
-        if (job->from_bf16)
-            for (int64_t i = 0; i < k; i++) row[i] = bf16_to_float(((const uint16_t *)job->source)[r * job->ld + i]);
-        else memcpy(row, (const float *)job->source + r * job->ld, 4 * (size_t)k);
-        vf top = {};
-        for (int64_t i = 0; i < k; i += W) top = vmax(vabs(vload(row + i)), top);
-        float most = vmaximum(top);
-        scales[panel * NR + lane] = most / 127.0f;
-        pack_row(job, out, lane, row, most / 127.0f);
-    }
-    free(row);
-}
-
-/* As pb_pack_linear, quantising each row. ``n`` is the number of outputs of the whole packed matrix. */
-EXPORT void pb_pack_int(void *packed, const void *source, int64_t n, int64_t first, int64_t rows, int64_t k, int64_t ld,
-                        int64_t from_bf16, int64_t dtype, int64_t threads) {
-    int_pack_job job = {packed, source, n, first, rows, k, ld, (int)from_bf16, dtype == DTYPE_INT4};
-    pb_parallel(pack_int_panel, &job, (first + rows - 1) / NR - first / NR + 1, (int)threads);
-}
 
 #if !PB_AMX
 enum {

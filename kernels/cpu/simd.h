@@ -89,6 +89,16 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+INLINE vf vmin(vf a, vf b) {
+#if PB_AVX512
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif PB_AVX2
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return vselect(a < b, a, b);
+#endif
+}
+
 /* First n (1..W) floats of p, zeros after them; nothing beyond is read. */
 INLINE vf vload_n(const float *p, int n) {
 #if PB_AVX512

@@ -66,6 +66,28 @@ def test_int4_weights_have_a_zero_point_of_their_own(kernels: CpuKernels) -> Non
     assert (stored - weight).abs().max() < 4.0 / 15
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int4_group_is_no_worse_than_its_plain_range(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    weight = (torch.randn(37, 32 * 5) ** 3).to(dtype)  # long tails, where a smaller range pays
+    packed = kernels.pack_linear([weight[:5], weight[5:]], dtype="int4")  # the second begins within a panel
+    stored = kernels.embedding(torch.arange(37), packed)
+    units = weight.float() / (weight.float().abs().amax(1, keepdim=True) / 127)
+    groups = units.view(37, 5, 32)
+    high, low = groups.amax(2, keepdim=True).clamp(min=0), groups.amin(2, keepdim=True).clamp(max=0)
+    step = ((high - low) / 15 * 256 + 0.5).int().clamp(min=1)
+    offset = (low * 256 + 0.5).floor().int()
+    q = ((groups * 256 - offset) / step + 0.5).int().clamp(0, 15)
+    plain = (q * step + offset + 128) >> 8
+
+    def squared(values: torch.Tensor) -> torch.Tensor:
+        return (values.view(37, 5, 32) - groups).square().sum(2)
+
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    ours = squared(stored / scale)
+    assert (ours <= squared(plain.float()) * 1.0001 + 1e-3).all()
+    assert ours.mean() < squared(plain.float()).mean()
+
+
 def test_integer_weights_of_zero_stay_zero(kernels: CpuKernels) -> None:
     weight = torch.randn(50, 70)
     weight[7] = 0
