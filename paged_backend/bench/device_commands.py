@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paged_backend.commands.common import complain
+
 if TYPE_CHECKING:
     from paged_backend.bench.device_report import Report
 
@@ -40,7 +42,7 @@ def device(
     try:
         from paged_backend.bench.device import run_device_bench
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}: pip install 'paged-backend[triton]'", err=True)
+        complain(f"{error}: pip install 'paged-backend[triton]'")
         raise typer.Exit(1) from error
 
     def save(report: Report) -> None:
@@ -71,7 +73,7 @@ def kernels(
     try:
         from paged_backend.kernels.triton import aot
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}: pip install 'paged-backend[triton]'", err=True)
+        complain(f"{error}: pip install 'paged-backend[triton]'")
         raise typer.Exit(1) from error
     names = target or ["sm_80", "sm_90", "sm_100"]
     unknown = [name for name in names if name not in aot.TARGETS]

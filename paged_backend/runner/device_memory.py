@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paged_backend.errors import BackendUnavailableError
 from paged_backend.kernels.base import LayerCache
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def free_device_memory(device: str, step_bytes: int) -> int:
     """Bytes for KV: nine tenths of what is free once the weights are loaded, less if a step needs more than the rest.
 
     step_bytes: see :func:`step_memory`. A GiB comes on top of it, for graphs and the work spaces of libraries.
-    Raises RuntimeError where nothing is left.
+    Raises BackendUnavailableError where nothing is left.
     """
     torch.cuda.empty_cache()  # what loading has left in torch's own pool is free as well
     free = torch.cuda.mem_get_info(device)[0]
     left = free - max(int(free * (1 - _SHARE)), step_bytes + _WORK_SPACES)
     if left <= 0:
-        raise RuntimeError(
+        raise BackendUnavailableError(
             f"the weights leave {free >> 20} MiB of the GPU free and a step needs {step_bytes >> 20} MiB beside the KV "
             "cache: lower max_num_batched_tokens or max_num_seqs, or use quantization"
         )
