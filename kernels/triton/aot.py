@@ -184,8 +184,9 @@ def _attention(
         cache = LayerCache(_empty(64, groups, dim, 16, dtype=kv), _empty(64, groups, 16, dim, dtype=kv))
         sinks = _empty(groups * group) if options.get("sinks") else None
         q = _empty(tokens, groups * group, dim, dtype=dtype)
-        plan = AttentionPlan(inputs, (1, tokens), 1000)  # both classes of tiles
-        return launcher.attention(plan, q, cache, 0.1, options.get("window"), options.get("softcap"), sinks)
+        rest = (q, cache, 0.1, options.get("window"), options.get("softcap"), sinks)
+        launcher.attention(AttentionPlan(inputs, (1,), 300), *rest)  # one segment
+        return launcher.attention(AttentionPlan(inputs, (1, tokens), 1000), *rest)  # both classes of tiles
 
     return run
 

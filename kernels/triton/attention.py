@@ -13,8 +13,9 @@ has a launch of its own, in which the programs of the other's sequences end at o
 
 - short (at most BLOCK_Q queries with BLOCK_M = max(16, GROUP); decode): a sequence is one tile. Its context is cut
   at multiples of SEGMENT tokens, which several programs, the workers, share; each segment's (O, LSE) is written by
-  itself and ``attention_merge`` adds them in the order of positions. Neither the number of workers nor the batch
-  is visible in a bit.
+  itself and ``attention_merge`` adds them in the order of positions. Where no context of a step reaches beyond the
+  first segment, the result is written at once, computed as the merge would. Neither the number of workers nor the
+  batch is visible in a bit.
 - long (prefill): one program goes through the whole context of its rows. Tile i finds its sequence by binary search
   over ``query_start_loc``: sequence s owns the tiles from ``query_start_loc[s] // BLOCK_Q + s`` on, which is
   enough for its queries wherever it begins; tiles left over end at once. The last tile of a prompt sees the
@@ -116,15 +117,16 @@ def attention(
     num_seqs, table_stride, q_stride, most_queries, num_segments, workers, scale, softcap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr,
-    MOST_SHORT: tl.constexpr, SHORT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
+    MOST_SHORT: tl.constexpr, SHORT: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Programs (S, G, workers) if SHORT, else ((T // BLOCK_Q + S) * G,); see the module for how they divide the work.
 
     q [T, H, D] with stride q_stride between tokens. key [blocks, G, D, BLOCK_SIZE], value [blocks, G, BLOCK_SIZE, D].
     query_start_loc int32 [S+1], seq_lens int32 [S], block_table int32 [S, table_stride].
-    SHORT: out is the partial result float32 [S * most_queries, H, num_segments, D], lse float32 the same
-    without D, in powers of two. Not SHORT: out [T, H, D], lse unused, sinks float32 [H] if HAS_SINKS.
+    SPLIT (SHORT only): out is the partial result float32 [S * most_queries, H, num_segments, D], lse float32 the
+    same without D, in powers of two. Otherwise: out [T, H, D], lse unused, sinks float32 [H] if HAS_SINKS; if SHORT,
+    no context is longer than SEGMENT and there is one worker.
     MOST_SHORT: queries up to which a sequence is short, BLOCK_Q if SHORT. WIDE: the dtype that products are taken
     in. ROUND: the dtype of the weights of values.
     """
@@ -151,7 +153,7 @@ def attention(
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(0, first - window + 1)
-    if SHORT:
+    if SPLIT:
         own = low // SEGMENT + tl.program_id(2)  # the worker's first segment
         if own * SEGMENT >= high:
             return
@@ -170,7 +172,10 @@ def attention(
     key = key_ptr + g * D * BLOCK_SIZE
     value = value_ptr + g * D * BLOCK_SIZE
 
-    if SHORT:
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SPLIT:
         place = (sequence * most_queries + query).to(tl.int64)
         at_lse = lse_ptr + (place * HEADS + head) * num_segments
         # one loop over the tiles of all the worker's segments, so that the first tiles of a segment are fetched
@@ -180,9 +185,6 @@ def attention(
         last = own + (own_segments - 1) * workers
         begin = tl.maximum(0, low - own * SEGMENT) // BLOCK_N
         end = own_segments * PER_SEGMENT - tl.maximum(0, last * SEGMENT + SEGMENT - high) // BLOCK_N
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
         for i in range(begin, end):
             segment = own + i // PER_SEGMENT * workers
             n = segment * SEGMENT + i % PER_SEGMENT * BLOCK_N
@@ -208,20 +210,15 @@ def attention(
             total = tl.where(complete, 0.0, total)
             acc = tl.where(complete, 0.0, acc)
     else:
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
         begin = low // BLOCK_N * BLOCK_N
-        whole = begin
-        if not HAS_WINDOW:
-            whole = (
-                (first + 1) // BLOCK_N * BLOCK_N
-            )  # tiles of keys that even the first query sees to the end
-        for n in range(begin, whole, BLOCK_N):
-            maximum, total, acc = _attend_tile(
-                q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
-                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False, ROUND,
-            )  # fmt: skip
+        whole = begin  # tiles of keys that even the first query sees to the end
+        if not SHORT and not HAS_WINDOW:
+            whole = (first + 1) // BLOCK_N * BLOCK_N
+            for n in range(begin, whole, BLOCK_N):
+                maximum, total, acc = _attend_tile(
+                    q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
+                    D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False, ROUND,
+                )  # fmt: skip
         for n in range(whole, high, BLOCK_N):
             maximum, total, acc = _attend_tile(
                 q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
@@ -229,6 +226,10 @@ def attention(
             )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0) * 1.4426950408889634
+            if SHORT:  # to the bit what attention_merge makes of one segment
+                acc = acc / total[:, None]
+                maximum += tl.math.log2(total)
+                total = total * 0.0 + 1.0
             peak = tl.maximum(maximum, sink)
             decay = tl.math.exp2(maximum - peak)
             total = tl.math.fma(total, decay, tl.math.exp2(sink - peak))

@@ -142,14 +142,16 @@ class Launcher:
             if not (short_queries if short else max(plan.query_counts) > most_short):
                 continue
             tiles = attention_tiles(q.dtype, cache.key.dtype, d, group, short, self.capability)
+            split = short and segments > 1
             grid: tuple[int, ...] = ((tokens // (tiles.block_m // group) + sequences) * groups,)
             partial, lse, workers = out, out, 1
-            if short:
-                places = sequences * short_queries
+            places = sequences * short_queries
+            if split:
                 partial = torch.empty(places, heads, segments, d, dtype=torch.float32, device=q.device)
                 lse = torch.empty(places, heads, segments, dtype=torch.float32, device=q.device)
                 # some programs for each place on the device, as contexts differ; the segments' results do not know
                 workers = max(1, min(segments, triton.cdiv(8 * self.processors, sequences * groups)))
+            if short:
                 grid = (sequences, groups, workers)
             self.launch(attention_kernels.attention, grid, 
                 q, cache.key, cache.value, partial, lse, sinks if sinks is not None else lse,
@@ -157,10 +159,10 @@ class Launcher:
                 sequences, inputs.block_table.stride(0), token_stride(q), short_queries, segments, workers,
                 scale, softcap or 0.0, window or 0,
                 heads, groups, group, d, max(16, pow2(d)), block_size, tiles.block_m, tiles.block_n, SEGMENT,
-                most_short, short, *flags, self._wide(q.dtype), _TYPES[q.dtype],
+                most_short, short, split, *flags, self._wide(q.dtype), _TYPES[q.dtype],
                 **self._options(tiles),
             )  # fmt: skip
-            if short:
+            if split:
                 self.launch(attention_merge.attention_merge, (places, heads), 
                     partial, lse, sinks if sinks is not None else lse, out, inputs.query_start_loc, inputs.seq_lens,
                     short_queries, segments, window or 0,

@@ -192,22 +192,37 @@ def test_a_prefill_is_the_same_bits_in_every_chunk_and_batch(
     _bits_do_not_depend_on_the_batch(window, picks_of, monkeypatch)
 
 
-def test_sizes_that_the_host_knows_need_not_be_tight() -> None:
-    pool = Pool([40, 9], 1, 32, 16, torch.float32)
-    queries = [torch.randn(c, 2, 32) for c in pool.contexts]
-    inputs = pool.inputs([(0, 39, 40), (1, 8, 9)], None)
-    q = torch.cat([queries[0][39:], queries[1][8:]])
-    kernels = TritonKernels("cpu", "float32")
+@pytest.mark.parametrize("variant", ["plain", "sinks", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_that_the_host_knows_need_not_be_tight(
+    variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tight, the contexts are one segment and nothing is merged; the bits are those of the merge."""
+    pool = Pool([90, 9], 1, 32, 16, DTYPES[dtype])
+    inputs = pool.inputs([(0, 87, 90), (1, 8, 9)], None)
+    q, options = torch.randn(4, 2, 32).to(DTYPES[dtype]), options_of(variant, 2)
+    kernels = TritonKernels("cpu", dtype)
     sized = SizedInputs(
         inputs.query_start_loc,
         inputs.seq_lens,
         inputs.block_table,
         inputs.slot_mapping,
-        query_counts=(1, 3, 900),
+        query_counts=(1, 4, 900),
         longest=5000,
     )
-    tight = kernels.paged_attention(kernels.plan(inputs), q, pool.cache, 0.2)
-    assert torch.equal(kernels.paged_attention(kernels.plan(sized), q, pool.cache, 0.2), tight)
+    ran: list[str] = []
+    run = kernels._launch.launch
+
+    def record(kernel, grid, *args, **options):  # type: ignore[no-untyped-def]
+        ran.append(kernel.fn.__name__)
+        run(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels._launch, "launch", record)
+    tight = kernels.paged_attention(kernels.plan(inputs), q, pool.cache, 0.2, **options)  # type: ignore[arg-type]
+    assert ran == ["attention"]
+    loose = kernels.paged_attention(kernels.plan(sized), q, pool.cache, 0.2, **options)  # type: ignore[arg-type]
+    assert torch.equal(loose, tight)
+    assert ran[1:] == ["attention", "attention_merge", "attention"]
 
 
 def test_a_query_that_is_not_finite_does_not_touch_its_neighbours() -> None:
