@@ -221,7 +221,7 @@ def other_cases() -> Iterator[Case]:
         for heads, groups, dim, half in ((32, 8, 128, 64), (9, 3, 64, 32), (16, 8, 256, 64), (8, 4, 80, 16)):
             yield f"rotary {name} H{heads} G{groups} D{dim}", _rotary(dtype, heads, groups, dim, half)
         for bits in (8, 4):
-            for rows in (8, 256):
+            for rows in (8, 64, 256):
                 for bias in (False, True):
                     yield (
                         f"int{bits} matmul {name} {rows} rows{', bias' * bias}",

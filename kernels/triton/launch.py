@@ -178,7 +178,7 @@ class Launcher:
         if rows:
             self.launch(int_matmul.int_matmul, (triton.cdiv(rows, tiles.block_m), triton.cdiv(n, tiles.block_n)), 
                 x, weights.numbers, weights.scale, weights.scale if weights.minimum is None else weights.minimum,
-                weights.scale if bias is None else bias, out, rows, n, k,
+                weights.scale if bias is None else bias, out, rows, n, k, triton.cdiv(k, 32),
                 weights.bits, bias is not None, tiles.block_m, tiles.block_n, tiles.block_k,
                 self._wide(x.dtype), **self._options(tiles),
             )  # fmt: skip

@@ -52,8 +52,9 @@ def attention_tiles(
 ) -> Tiles:
     """dtype: of the queries. head_dim D, group: query heads per key head. short: queries of few tokens (decode).
 
-    Decode is bound by memory: the fewest rows, and as many bytes under way as can be: programs of 4 warps with 168
-    registers and 73 KB (heads of 128), of which a processor of capability 90 and up holds three, one of 80 two.
+    Decode is bound by memory: the fewest rows, and as many bytes under way as can be: programs of 4 warps. With
+    heads of 128 they have 168 registers and 73 KB, of which a processor of capability 90 and up holds three and one of
+    80 two; with heads of 64, four or five.
     Prefill is bound by the tensor cores: many rows share a tile of keys, as many as registers allow, which are more
     where accumulators can be fed from shared memory (capability 90 up to 119; from 120 on are consumer cards, built
     like those before 90). One such program of 8 warps fills a processor's registers; heads of up to 64 leave room for
@@ -71,7 +72,8 @@ def attention_tiles(
         if not small:
             return Tiles(short_rows(group), 32, 0, 8, 5, 255)
         rows = short_rows(group)
-        return Tiles(rows, 64 if capability else 32, 0, 4, 5, 168 if rows <= 32 else None)
+        # small heads get fewer by themselves, more rows need more
+        return Tiles(rows, 64 if capability else 32, 0, 4, 5, 168 if head_dim > 64 and rows <= 32 else None)
     rows = max(128 if small else 64, pow2(group))
     if not capability:
         return Tiles(rows, 32 if small else 16, 0, 4, 2)
@@ -82,7 +84,14 @@ def attention_tiles(
 
 
 def matmul_tiles(dtype: torch.dtype, rows: int) -> Tiles:
-    """Weight-only int8 and int4. Up to 16 rows (decode) one narrow tile, beyond that a square one."""
+    """Weight-only int8 and int4: three classes of row counts.
+
+    Up to 16 rows (decode) the time is that of reading the weights: 3 tiles of 256 inputs are under way, and int4's
+    scales, of which each thread then has two side by side, with them. Up to 64 rows the weights are still what is
+    read most: narrow tiles, so that a matrix of 4096 outputs makes 128 programs and not 64. Beyond, a square one.
+    """
     if dtype == torch.float32:
         return Tiles(16, 32, 64, 4, 2)
-    return Tiles(16, 32, 128, 4, 4) if rows <= 16 else Tiles(64, 64, 64, 4, 3)
+    if rows <= 16:
+        return Tiles(16, 32, 256, 4, 5)
+    return Tiles(64, 32, 128, 4, 4) if rows <= 64 else Tiles(64, 64, 64, 4, 3)

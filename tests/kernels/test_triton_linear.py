@@ -50,7 +50,7 @@ def test_integer_products_on_the_grid_of_the_c_kernels(n: int, k: int, dtype: st
     kernels = TritonKernels("cpu", activations)
     _, packed, stored, bias = _packed(kernels, n, k, dtype)
     unit = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[activations]  # the interpreter truncates
-    for m in (1, 2, 7, 16, 17, 33, 150):
+    for m in (1, 2, 7, 16, 17, 33, 64, 65, 150):
         x = torch.randn(m, k).to(kernels.dtype)
         expected = x.double() @ stored.double().T + bias
         bound = x.abs().double() @ stored.abs().double().T + bias.abs()
@@ -63,22 +63,22 @@ def test_integer_products_on_the_grid_of_the_c_kernels(n: int, k: int, dtype: st
 def test_half_precision_activations(dtype: str, activations: str) -> None:
     kernels = TritonKernels("cpu", activations)
     _, packed, stored, bias = _packed(kernels, 40, 70, dtype)
-    x = torch.randn(3, 70).to(kernels.dtype)
-    out = kernels.linear(x, packed)
-    assert out.dtype == kernels.dtype
-    torch.testing.assert_close(out.float(), x.float() @ stored.float().T + bias, rtol=3e-2, atol=0.2)
+    for m in (3, 17, 65):
+        x = torch.randn(m, 70).to(kernels.dtype)
+        out = kernels.linear(x, packed)
+        assert out.dtype == kernels.dtype
+        torch.testing.assert_close(out.float(), x.float() @ stored.float().T + bias, rtol=3e-2, atol=0.2)
 
 
 @pytest.mark.parametrize("dtype", INTEGER)
 def test_a_row_is_the_same_bits_in_every_batch_of_its_class(dtype: str) -> None:
-    kernels = TritonKernels("cpu", "float32")
-    packed = kernels.pack_linear([torch.randn(40, 200)], None, dtype)
-    x = torch.randn(48, 200)
-    few = kernels.linear(x[:16], packed)
-    for start, stop in ((0, 1), (3, 9), (15, 16)):
-        assert torch.equal(kernels.linear(x[start:stop], packed), few[start:stop])
-    many = kernels.linear(x, packed)
-    assert torch.equal(kernels.linear(x[20:], packed), many[20:])
+    kernels = TritonKernels("cpu", "bfloat16")
+    packed = kernels.pack_linear([torch.randn(40, 500)], None, dtype)  # more than one tile of every class
+    x = torch.randn(150, 500).bfloat16()
+    for most, parts in ((16, [(0, 1), (3, 9), (15, 16)]), (64, [(0, 17), (30, 64)]), (150, [(20, 85)])):
+        together = kernels.linear(x[:most], packed)
+        for start, stop in parts:
+            assert torch.equal(kernels.linear(x[start:stop], packed), together[start:stop])
 
 
 @pytest.mark.parametrize("dtype", INTEGER)
