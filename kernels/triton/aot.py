@@ -21,6 +21,7 @@ import triton
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
+from paged_backend.kernels.triton.penalties import Penalties
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -242,10 +243,9 @@ def other_cases() -> Iterator[Case]:
 def _penalties(v: int) -> Callable[[Launcher], object]:
     def run(launcher: Launcher) -> object:
         whole, half, double = (_empty(8, dtype=t) for t in (torch.int32, torch.float32, torch.float64))
-        ids, table = _empty(9, 16, dtype=torch.int64), _empty(8, 64, dtype=torch.int32)
-        return launcher.penalise(
-            _empty(8, v), ids, 1000, table, whole, whole, whole, half, double, double
-        )  # fmt: skip
+        table = _empty(8, 64, dtype=torch.int32)
+        by = Penalties(table, whole, 1000, whole, whole, half, double, double)
+        return launcher.penalise(_empty(8, v), _empty(9, 16, dtype=torch.int64), by)
 
     return run
 

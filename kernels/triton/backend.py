@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
+from paged_backend.kernels.triton.penalties import Penalties
 from torch import Tensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -198,33 +199,9 @@ class TritonKernels(Kernels):
         """
         return self._launch.sample(logits, temperature, top_k, top_p, min_p, noise)
 
-    def penalise(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        longest: int,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        sequences: Tensor,
-        prompt_lens: Tensor,
-        repetition: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-    ) -> None:
+    def penalise(self, logits: Tensor, ids: Tensor, by: Penalties) -> None:
         """Apply penalties to logits float32 [R, V] in place, by the tokens before them.
 
-        ids: int64 [num_blocks, block_size], the token of each slot. longest: at least the largest context. The others
-        are those of ``penalties.count_tokens`` and ``penalties.penalise``, on the device.
+        ids: int64 [num_blocks, block_size], the token of each slot.
         """
-        self._launch.penalise(
-            logits,
-            ids,
-            longest,
-            block_table,
-            seq_lens,
-            sequences,
-            prompt_lens,
-            repetition,
-            frequency,
-            presence,
-        )
+        self._launch.penalise(logits, ids, by)

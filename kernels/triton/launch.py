@@ -216,29 +216,17 @@ class Launcher:
             )  # fmt: skip
         return tokens
 
-    def penalise(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        longest: int,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        sequences: Tensor,
-        prompt_lens: Tensor,
-        repetition: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-    ) -> None:
+    def penalise(self, logits: Tensor, ids: Tensor, by: penalties.Penalties) -> None:
         rows, v = logits.shape
         if not rows:
             return
         counts = torch.zeros(rows, v, dtype=torch.int32, device=logits.device)
-        self.launch(penalties.count_tokens, (rows, triton.cdiv(longest, _COUNTED_TOKENS)),
-            counts, ids, block_table, block_table.stride(0), seq_lens, sequences, prompt_lens, v,
+        self.launch(penalties.count_tokens, (rows, triton.cdiv(by.longest, _COUNTED_TOKENS)),
+            counts, ids, by.block_table, by.block_table.stride(0), by.seq_lens, by.sequences, by.prompt_lens, v,
             ids.shape[1], _COUNTED_TOKENS, num_warps=4,
         )  # fmt: skip
         self.launch(penalties.penalise, (rows, triton.cdiv(v, _PENALISED_TOKENS)),
-            logits, counts, prompt_lens, repetition, frequency, presence, v, logits.stride(0),
+            logits, counts, by.prompt_lens, by.repetition, by.frequency, by.presence, v, logits.stride(0),
             _PENALISED_TOKENS, num_warps=4,
         )  # fmt: skip
 

@@ -11,11 +11,33 @@ and writes the logits: 12 bytes per token of the vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 PROMPT = tl.constexpr(1 << 30)
 """Bit of a count: the token stands in the prompt. The bits below count it in the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What the R rows of a step are penalised by; all on the device.
+
+    block_table int32 [S, B], seq_lens int32 [S]: of the step's sequences, and longest at least the largest of these.
+    sequences, prompt_lens int32 [R]: which sequence a row draws for, and how many of its tokens are its prompt; -1: not
+    penalised. repetition float32 [R]; frequency, presence float64 [R].
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    longest: int
+    sequences: Tensor
+    prompt_lens: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -25,8 +47,7 @@ def count_tokens(
 ):  # fmt: skip
     """Programs (rows, ceil(longest context / BLOCK)). counts int32 [R, v], zero before.
 
-    ids int64 [slots]: the token of each slot. block_table int32 [S, table_stride], seq_lens int32 [S]. sequences,
-    prompt_lens int32 [R]: which sequence a row draws for, and how many of its tokens are its prompt; -1: not penalised.
+    ids int64 [slots]: the token of each slot. The others: see :class:`Penalties`.
     """
     row = tl.program_id(0)
     prompt = tl.load(prompt_lens + row)
@@ -52,7 +73,7 @@ def penalise(
 ):  # fmt: skip
     """Programs (rows, ceil(v / BLOCK)). logits float32 [R, v] with the given row stride, changed in place.
 
-    counts: of :func:`count_tokens`. repetition float32 [R]; frequency, presence float64 [R].
+    counts: of :func:`count_tokens`. The others: see :class:`Penalties`.
     """
     row = tl.program_id(0)
     if tl.load(prompt_lens + row) < 0:

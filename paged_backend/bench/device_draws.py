@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.triton.backend import TritonKernels
+from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.device_rows import sampling_columns
 from paged_backend.runner.sampler import SampleRow
 from paged_backend.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ def penalised(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
     device = kernels.device
     got = logits.clone()
     sent = [t.to(device) for t in (*whole, repetition, frequency, presence)]
-    kernels.penalise(got, ids.to(device), 200, *sent)
+    kernels.penalise(got, ids.to(device), Penalties(sent[0], sent[1], 200, *sent[2:]))
     return got, expected
 
 

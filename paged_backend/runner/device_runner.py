@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paged_backend.errors import DeviceLostError
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
+from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.batch import Batch, SequenceSlice
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
@@ -251,8 +252,8 @@ class DeviceRunner(Runner):
         return (self._draw(logits, tensors),)
 
     def _penalise(self, logits: Tensor, tensors: dict[str, Tensor], longest: int) -> None:
-        names = ("block_table", "seq_lens", *_PENALTIES)
-        self.kernels.penalise(logits, self._ids, longest, *(tensors[name] for name in names))
+        columns = {name: tensors[name] for name in ("block_table", "seq_lens", *_PENALTIES)}
+        self.kernels.penalise(logits, self._ids, Penalties(longest=longest, **columns))
 
     def _decode_with_logits(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """The same, leaving the logits where the host finds those of the rows that it draws itself."""

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
 from paged_backend.kernels.triton.backend import TritonKernels
+from paged_backend.kernels.triton.penalties import Penalties
 
 from paged_backend.runner.sampler import SampleRow, _process
 from paged_backend.sampling_params import SamplingParams
@@ -44,18 +45,17 @@ def test_logits_are_penalised_as_the_host_does_it(seed: int) -> None:
     prompt_lens[spared] = -1
     raw = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
     logits = raw.clone()
-    TritonKernels("cpu", "float32").penalise(
-        logits,
-        torch.from_numpy(ids),
-        max(lens),
+    by = Penalties(
         torch.from_numpy(tables),
         torch.tensor(lens, dtype=torch.int32),
+        max(lens),
         torch.from_numpy(sequences.astype(np.int32)),
         torch.tensor(prompt_lens, dtype=torch.int32),
         torch.tensor([row.params.repetition_penalty for row in rows], dtype=torch.float32),
         torch.tensor([row.params.frequency_penalty for row in rows], dtype=torch.float64),
         torch.tensor([row.params.presence_penalty for row in rows], dtype=torch.float64),
     )
+    TritonKernels("cpu", "float32").penalise(logits, torch.from_numpy(ids), by)
     for i, row in enumerate(rows):
         expected = raw[i].numpy() if i == spared else _process(raw[i].numpy(), row)
         np.testing.assert_array_equal(logits[i].numpy(), expected)
