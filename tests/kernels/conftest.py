@@ -55,3 +55,23 @@ def _torch_on_one_thread():  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[
+        (9, 3, 64),
+        (2, 2, 80),
+        (4, 1, 96),
+        (8, 1, 128),
+        (5, 1, 64),
+        (14, 2, 256),
+        (50, 1, 20),
+        (6, 1, 80),
+        (3, 3, 128),
+    ],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
+def head_shape(request: pytest.FixtureRequest) -> tuple[int, int, int]:
+    """(heads, key heads, head size) that attention is tested with, by whatever kernels."""
+    shape: tuple[int, int, int] = request.param
+    return shape
