@@ -65,7 +65,7 @@ def attention_tiles(
     small = head_dim <= 128
     if dtype == torch.float32:
         if short and small and kv_dtype == dtype:
-            return Tiles(short_rows(group), 32, 0, 4, 2, 255)
+            return Tiles(short_rows(group), 32, 0, 4 if head_dim <= 64 else 8, 2, 255)
         # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
         return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1, 255)
     if short:
