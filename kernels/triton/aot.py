@@ -47,8 +47,11 @@ TARGETS = {
     t.name: t
     for t in (
         Target("sm_80", "cuda", 80, 32, 163 << 10),
+        Target("sm_86", "cuda", 86, 32, 99 << 10),
+        Target("sm_89", "cuda", 89, 32, 99 << 10),
         Target("sm_90", "cuda", 90, 32, 227 << 10),
         Target("sm_100", "cuda", 100, 32, 227 << 10),
+        Target("sm_120", "cuda", 120, 32, 99 << 10),
         Target("gfx942", "hip", "gfx942", 64, 64 << 10),
     )
 }

@@ -64,7 +64,7 @@ def attention_tiles(
     """
     small = head_dim <= 128
     if dtype == torch.float32:
-        if short and small and kv_dtype == dtype:
+        if short and small and kv_dtype == dtype and (capability < 120 or head_dim <= 64):
             return Tiles(short_rows(group), 32, 0, 4 if head_dim <= 64 else 8, 2, 255)
         # one tile at a time: operands that are fetched ahead, or widened on the way, would spill
         return Tiles(short_rows(group) if short else max(32, pow2(group)), 16, 0, 8, 1, 255)
@@ -72,8 +72,11 @@ def attention_tiles(
         if not small:
             return Tiles(short_rows(group), 32, 0, 8, 5, 255)
         rows = short_rows(group)
-        # small heads get fewer by themselves, more rows need more
-        return Tiles(rows, 64 if capability else 32, 0, 4, 5, 168 if head_dim > 64 and rows <= 32 else None)
+        # small heads get fewer by themselves (too few from 120 on), more rows need more
+        registers = (
+            168 if head_dim > 64 and rows <= 32 else 128 if capability >= 120 and head_dim <= 64 else None
+        )
+        return Tiles(rows, 64 if capability else 32, 0, 4, 5, registers)
     rows = max(128 if small else 64, pow2(group))
     if not capability:
         return Tiles(rows, 32 if small else 16, 0, 4, 2)

@@ -59,7 +59,9 @@ def device(
 def kernels(
     target: Annotated[
         list[str] | None,
-        typer.Option(help="sm_80, sm_90, sm_100 or gfx942; may be repeated. Default: the first three."),
+        typer.Option(
+            help="sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; may be repeated. Default: sm_80, sm_90, sm_100."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few configurations instead of all.")] = False,
     json: _Json = None,
