@@ -95,6 +95,8 @@ class EngineConfig:
             raise ValueError("num_blocks must be at least 2: block 0 is the null block and holds no tokens")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("give num_blocks or kv_cache_memory, not both")
+        # decided here, so that who names the default and who leaves it out have equal configs
+        object.__setattr__(self, "max_num_batched_tokens", self.token_budget)
         if self.token_budget < self.max_num_seqs:
             # every running request must be able to decode one token in each step
             object.__setattr__(self, "max_num_seqs", self.token_budget)

@@ -107,7 +107,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
         whole_contexts=sliding_window(model.spec) is None,
     )
     if config.device != "cpu":
-        runner.warm_up(min(64, model.max_model_len - 1))
+        runner.warm_up(max(1, min(64, model.max_model_len - 1)))
     return runner
 
 

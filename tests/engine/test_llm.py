@@ -210,6 +210,13 @@ def test_an_interpreter_with_a_running_engine_exits_cleanly(tiny_model):
     assert done.stderr == ""
 
 
+def test_naming_a_default_is_no_reason_for_another_engine(llm, tiny_model):
+    with LLM(tiny_model, **OPTIONS, max_num_batched_tokens=512) as same:
+        assert same.engine is llm.engine
+    with pytest.raises(ValueError, match="max_num_batched_tokens=512"):
+        LLM(tiny_model, **OPTIONS, max_num_batched_tokens=300)
+
+
 def test_a_step_has_more_tokens_on_a_gpu_unless_told_otherwise():
     from paged_backend.config import EngineConfig
 

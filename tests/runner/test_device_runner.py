@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 
+from paged_backend.runner import device_memory
 from paged_backend.runner.base import Work, drawn_by
 from paged_backend.runner.batch import SequenceSlice
 from paged_backend.runner.decode_graphs import DecodeGraphs, graph_context, graph_rows, padded
@@ -88,6 +89,19 @@ def device_runner(capture: Any = None, num_blocks: int = 20, held: int | None = 
         runner.memory.held = held
         runner.memory.caches = kernels.empty_cache(1, held, 1, 8, 4)
     return runner
+
+
+def fill_the_device(monkeypatch: pytest.MonkeyPatch, tensor: int) -> None:
+    """Let the growth of a pool fail once, at its ``tensor``-th tensor."""
+    grown, calls = device_memory._grown, []
+
+    def failing(old: torch.Tensor, blocks: int) -> torch.Tensor:
+        calls.append(blocks)
+        if len(calls) == tensor:
+            raise torch.OutOfMemoryError("full")
+        return grown(old, blocks)
+
+    monkeypatch.setattr(device_memory, "_grown", failing)
 
 
 def steps() -> list[list[Work]]:
@@ -257,20 +271,10 @@ def test_rows_that_the_host_draws_do_not_keep_a_decode_step_from_being_a_graph()
 def test_graphs_are_forgotten_before_the_pool_moves_even_if_it_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paged_backend.runner import device_memory
-
     runner = device_runner(Eager(), held=12)
     for i in (0, 1, 2):
         runner.run(steps()[i])
-    grown, calls = device_memory._grown, []
-
-    def failing(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-        calls.append(blocks)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("full")
-        return grown(tensor, blocks)
-
-    monkeypatch.setattr(device_memory, "_grown", failing)
+    fill_the_device(monkeypatch, 2)
     with pytest.raises(torch.OutOfMemoryError):
         runner.run(steps()[3])
     before = runner.model.forwards  # type: ignore[attr-defined]
@@ -350,19 +354,9 @@ def test_a_growing_cache_keeps_what_it_holds_and_knows_its_limit() -> None:
 
 
 def test_a_growth_that_fails_half_way_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.runner import device_memory
-
     spec = SimpleNamespace(vocab_size=1, num_layers=3, num_kv_heads=1, head_dim=8)
     cache = GrowingCache(TritonKernels("cpu", "float32"), spec, 600, 4, torch.float32)  # type: ignore[arg-type]
-    grown, calls = device_memory._grown, []
-
-    def failing(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-        calls.append(blocks)
-        if len(calls) == 4:
-            raise torch.OutOfMemoryError("full")
-        return grown(tensor, blocks)
-
-    monkeypatch.setattr(device_memory, "_grown", failing)
+    fill_the_device(monkeypatch, 4)
     with pytest.raises(torch.OutOfMemoryError):
         cache.ensure(300)
     assert cache.held == 256
