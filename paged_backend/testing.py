@@ -7,6 +7,7 @@ therefore changes the output.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,60 @@ class AheadRunner(ScriptedRunner):
 
     def give_back(self, blocks: Sequence[int]) -> None:
         self._queue.append(lambda: super(AheadRunner, self).give_back(blocks))
+
+
+class StepGate:
+    """Holds an engine over a :class:`ScriptedRunner` before each step, for tests that act while a request runs.
+
+    No sleep is sure to be short or long enough for that. As a context manager it opens at the end, so that a test that
+    fails leaves no engine waiting.
+
+    runner: its ``before_run`` becomes the gate's. patience: seconds a step waits before it runs without leave, for
+    tests in which not every step makes the reader answer; None: for ever.
+    """
+
+    def __init__(self, runner: ScriptedRunner, patience: float | None = None) -> None:
+        self._lock = threading.Condition()
+        self._allowed = 0
+        self._is_open = False
+        self._is_held = False
+        self._patience = patience
+        runner.before_run = self._wait
+
+    def _wait(self, works: Sequence[Work]) -> None:
+        with self._lock:
+            self._is_held = True
+            self._lock.notify_all()
+            if self._lock.wait_for(lambda: self._is_open or self._allowed, self._patience):
+                self._allowed -= not self._is_open
+            self._is_held = False
+
+    def wait_until_held(self, timeout: float = 20.0) -> None:
+        """Until a step waits that has no leave; ``TimeoutError`` after ``timeout`` seconds."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._is_held and not self._allowed, timeout):
+                raise TimeoutError("the engine took no step")
+
+    def allow(self, steps: int = 1) -> None:
+        with self._lock:
+            self._allowed += steps
+            self._lock.notify_all()
+
+    def open(self) -> None:
+        with self._lock:
+            self._is_open = True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """From the next step on the engine waits again; what was allowed before is forgotten."""
+        with self._lock:
+            self._is_open, self._allowed = False, 0
+
+    def __enter__(self) -> StepGate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
 
 
 def _known(token: int, drawn: Sequence[Sampled | Exception]) -> int:

@@ -21,7 +21,7 @@ from langchain_core.runnables import ConfigurableField
 from paged_backend.adapters.langchain import ChatPaged, PagedLLM
 
 from paged_backend import errors
-from paged_backend.testing import reply_engine
+from paged_backend.testing import StepGate, reply_engine
 
 WORDS = "one two three four five six seven eight nine ten"
 
@@ -138,23 +138,31 @@ def test_a_bad_input_of_a_batch_is_its_own(chat):
 # --- text, stops, options -----------------------------------------------------------------------------------
 
 
-def test_invoke_stream_and_async_say_the_same_and_never_the_prompt(engine, chat, llm):
-    engine._core.runner.before_run = lambda works: time.sleep(
-        0.005
-    )  # else a reader finds several tokens in one piece
+@pytest.mark.parametrize("kind", ["chat", "llm"])
+def test_invoke_stream_and_async_say_the_same_and_never_the_prompt(kind, engine, chat, llm):
+    model, question = (chat, "hello there") if kind == "chat" else (llm, raw("hello there"))
+    answers = [model.invoke(question), asyncio.run(model.ainvoke(question))]
+    texts = {getattr(answer, "content", answer) for answer in answers}
 
-    async def alist(stream):
-        return [chunk async for chunk in stream]
+    def read(gate):
+        for chunk in model.stream(question):
+            gate.allow()
+            yield chunk
 
-    for model, question in ((chat, "hello there"), (llm, raw("hello there"))):
-        texts = {
-            getattr(item, "content", item)
-            for item in (model.invoke(question), asyncio.run(model.ainvoke(question)))
-        }
-        for chunks in (list(model.stream(question)), asyncio.run(alist(model.astream(question)))):
-            assert len(chunks) > 3
-            texts.add("".join(getattr(chunk, "content", chunk) for chunk in chunks))
-        assert texts == {"You said: hello there"}
+    async def aread(gate):
+        chunks = []
+        async for chunk in model.astream(question):
+            gate.allow()
+            chunks.append(chunk)
+        return chunks
+
+    for run in (lambda gate: list(read(gate)), lambda gate: asyncio.run(aread(gate))):
+        # the engine waits for the reader, who would else find several tokens in one piece
+        with StepGate(engine._core.runner, patience=0.5) as gate:
+            chunks = run(gate)
+        assert len(chunks) > 3
+        texts.add("".join(getattr(chunk, "content", chunk) for chunk in chunks))
+    assert texts == {"You said: hello there"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,36 +265,40 @@ def test_the_chat_template_s_bos_is_the_only_one():
 @pytest.mark.parametrize("kind", ["chat", "llm"])
 def test_closing_a_stream_frees_its_blocks_within_one_step(kind, engine, chat):
     model = chat if kind == "chat" else PagedLLM(model="s", engine=engine, temperature=0, max_tokens=400)
-    stream = model.stream("long" if kind == "chat" else raw("long"))
-    next(stream)
-    steps = engine.stats().num_steps
-    gate = threading.Semaphore(0)
-    engine._core.runner.before_run = lambda works: gate.acquire(timeout=10)
-    stream.close()
-    gate.release()  # the step that may have been under way
-    wait_until(lambda: engine.stats().kv_blocks_used == 0)
-    assert engine.stats().num_steps <= steps + 30
-    gate.release(1000)
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        stream = model.stream("long" if kind == "chat" else raw("long"))
+        next(stream)
+        gate.wait_until_held()
+        steps = engine.stats().num_steps
+        stream.close()
+        gate.allow()  # the step that is under way
+        wait_until(lambda: engine.stats().kv_blocks_used == 0)
+        assert engine.stats().num_steps == steps + 1
 
 
 def test_leaving_async_streams_and_cancelling_calls_frees_everything(engine, chat, llm):
-    async def leave():
-        for model, question in ((chat, "long"), (llm, raw("long"))):
-            async for _ in model.astream(question, max_tokens=500):
-                break
-            task = asyncio.ensure_future(model.ainvoke(question, max_tokens=500))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        for _ in range(200):
-            if engine.stats().kv_blocks_used == 0:
-                return True
-            await asyncio.sleep(0.01)
-        return False
+    async def leave(model, question, gate):
+        gate.allow(5)
+        async for _ in model.astream(question, max_tokens=500):
+            break
+        gate.open()
+        while engine.stats().kv_blocks_used:
+            await asyncio.sleep(0.002)
+        gate.close()
+        task = asyncio.ensure_future(model.ainvoke(question, max_tokens=500))
+        while not engine.stats().num_running:
+            gate.allow()
+            await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
-    assert asyncio.run(leave())
-    assert engine.stats().generation_tokens < 1500
+    for model, question in ((chat, "long"), (llm, raw("long"))):
+        with StepGate(engine._core.runner) as gate:
+            asyncio.run(leave(model, question, gate))
+        wait_until(lambda: engine.stats().kv_blocks_used == 0)
+    assert engine.stats().generation_tokens < 100
 
 
 def test_timeout_ends_the_request_and_says_so(engine):

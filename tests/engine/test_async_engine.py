@@ -21,7 +21,7 @@ from paged_backend.errors import (
     RequestRejectedError,
 )
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
-from paged_backend.testing import scripted_core
+from paged_backend.testing import StepGate, scripted_core
 
 VOCAB = 128
 EOS = 3
@@ -70,19 +70,6 @@ def wait_until(condition, timeout=20):
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
 
-class Gate:
-    """Lets the engine run a given number of steps at a time."""
-
-    def __init__(self, engine):
-        self.permits = threading.Semaphore(0)
-        self.open = False
-        engine._core.runner.before_run = self._wait
-
-    def _wait(self, works):
-        while not self.open and not self.permits.acquire(timeout=0.01):
-            pass
-
-
 def test_text_comes_out_of_text(engine):
     output = engine.submit("xab", GREEDY).result(20)
     assert output.outputs[0].text == "cdefg"
@@ -97,10 +84,10 @@ def test_a_lost_device_ends_the_engine_and_tells_everybody(caplog):
     def lost(works):
         raise DeviceLostError("the GPU does not answer any more")
 
-    gate = Gate(engine)
+    gate = StepGate(engine._core.runner)
     handles = [engine.submit("a", GREEDY) for _ in range(3)]
     engine._core.runner.before_run = lost
-    gate.open = True
+    gate.open()
     for handle in handles:
         with pytest.raises(EngineClosedError, match="does not answer"):
             handle.result(20)
@@ -156,61 +143,76 @@ def test_async_streams_run_side_by_side(engine):
 
 def test_a_cancelled_task_frees_its_blocks(engine):
     async def main():
+        reading = asyncio.Event()
+
         async def read():
             async for _ in engine.generate("a", SamplingParams(temperature=0, max_tokens=3000)):
-                pass
+                reading.set()
 
         task = asyncio.create_task(read())
-        await asyncio.sleep(0.05)
+        await reading.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(main())
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        asyncio.run(main())
     wait_until(lambda: engine.stats().num_running == 0)
+    assert engine.stats().generation_tokens < 20
 
 
 def test_leaving_an_iteration_aborts_the_request(engine):
     # vllm #54947, #9428
-    for _ in engine.submit("a", SamplingParams(temperature=0, max_tokens=3000)):
-        break
-    gc.collect()
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        for _ in engine.submit("a", SamplingParams(temperature=0, max_tokens=3000)):
+            break
+        gc.collect()
     wait_until(lambda: engine.stats().num_running == 0)
+    assert engine.stats().generation_tokens < 20
 
 
 def test_a_dropped_handle_aborts_the_request(engine):
-    handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
-    while handle.num_generated == 0:
-        time.sleep(0.002)
-    del handle
-    gc.collect()
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
+        wait_until(lambda: handle.num_generated > 0)
+        del handle
+        gc.collect()
     wait_until(lambda: engine.stats().num_running == 0)
+    assert engine.stats().generation_tokens < 20
 
 
 def test_abort_wakes_the_waiter_and_frees_the_blocks(engine):
-    handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
-    threading.Timer(0.05, handle.abort).start()
-    with pytest.raises(RequestAbortedError):
-        handle.result(20)
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
+        threading.Timer(0.05, handle.abort).start()
+        with pytest.raises(RequestAbortedError):
+            handle.result(20)
     wait_until(lambda: engine.stats().kv_blocks_used == 0)
     handle.abort()  # once more does no harm
 
 
 def test_abort_before_the_first_step_never_runs(engine):
-    gate = Gate(engine)
-    busy = engine.submit("a", GREEDY)
-    handle = engine.submit("b", GREEDY)
-    handle.abort()
-    gate.open = True
+    with StepGate(engine._core.runner) as gate:
+        busy = engine.submit("a", GREEDY)
+        gate.wait_until_held()
+        handle = engine.submit("b", GREEDY)
+        handle.abort()
     busy.result(20)
     assert handle.wait(20).outputs[0].token_ids == []
 
 
 def test_a_reader_that_is_slow_gets_everything_and_holds_up_nobody(engine):
-    slow = iter(engine.submit("a", SamplingParams(temperature=0, max_tokens=500)))
-    first = next(slow)
+    with StepGate(engine._core.runner) as gate:
+        gate.allow(5)
+        handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=500))
+        slow = iter(handle)
+        first = next(slow)
     assert engine.submit("m", GREEDY).result(20).outputs[0].text == "nopqr"
-    wait_until(lambda: engine.stats().num_running == 0)
+    wait_until(lambda: handle.finished)
     rest = list(slow)
     assert len(rest) <= 2, "what gathered meanwhile comes in one piece"
     assert len(rest[-1].outputs[0].token_ids) == 500
@@ -291,11 +293,10 @@ def test_if_one_of_many_is_refused_none_is_queued(engine):
 
 
 def test_request_ids_must_be_unique(engine):
-    gate = Gate(engine)
-    first = engine.submit("a", GREEDY, "same")
-    with pytest.raises(RequestRejectedError, match="already in use"):
-        engine.submit("a", GREEDY, "same")
-    gate.open = True
+    with StepGate(engine._core.runner):
+        first = engine.submit("a", GREEDY, "same")
+        with pytest.raises(RequestRejectedError, match="already in use"):
+            engine.submit("a", GREEDY, "same")
     first.result(20)
 
 
@@ -360,6 +361,7 @@ def test_many_threads_submit_at_once(engine):
 
 def test_closing_wakes_every_waiter_and_refuses_new_requests():
     engine = open_engine()
+    engine._core.runner.before_run = lambda works: time.sleep(0.01)  # 30 s in all: it cannot finish before
     handle = engine.submit("a", SamplingParams(temperature=0, max_tokens=3000))
     errors = []
 
@@ -381,11 +383,10 @@ def test_closing_wakes_every_waiter_and_refuses_new_requests():
 
 
 def test_a_result_that_takes_too_long_raises_and_goes_on(engine):
-    gate = Gate(engine)
-    handle = engine.submit("a", GREEDY)
-    with pytest.raises(TimeoutError):
-        handle.result(0.01)
-    gate.open = True
+    with StepGate(engine._core.runner):
+        handle = engine.submit("a", GREEDY)
+        with pytest.raises(TimeoutError):
+            handle.result(0.01)
     assert handle.result(20).outputs[0].text == "bcdef"
 
 
@@ -422,10 +423,9 @@ def test_explicit_options_win_over_the_generation_config_which_wins_over_default
 
 
 def test_a_listener_that_raises_hurts_nobody(engine):
-    gate = Gate(engine)
-    handle = engine.submit("a", GREEDY)
-    handle._state.listen(lambda: 1 / 0)
-    gate.open = True
+    with StepGate(engine._core.runner):
+        handle = engine.submit("a", GREEDY)
+        handle._state.listen(lambda: 1 / 0)
     assert handle.result(20).outputs[0].text == "bcdef"
 
 
