@@ -1,17 +1,23 @@
 /* Linear layers with int8 and int4 weights: products on vector units.
  *
- * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). A block of K of one panel is widened
- * to 16 bits in the first-level cache, where all rows use it; the block's integer sums are then added to fp32
- * totals. Blocks have fixed bounds, so a row's result depends on nothing but the row.
+ * Products are 16 x 16 bits with exact 32-bit sums (vpdpwssd, vpmaddwd). int8 weights are widened in registers. int4
+ * weights are too where the rows fit in one tile; for more rows a block of K of one panel is expanded to 16 bits in the
+ * first-level cache, where all of them use it. A block's integer sums are added to fp32 totals. Blocks have fixed
+ * bounds and integer sums are exact in any order, so a row's result depends on nothing but the row.
  */
 #include "linear_int.h"
 #include "threads.h"
 
 #if !PB_AMX
 enum {
-    K_BLOCK = 512,            /* 8191 * 127 * 512 < 2^31 */
+    K_BLOCK = 512,       /* 8191 * 127 * 512 < 2^31 */
     INT_ROWS = 16 * MR,
+    MOST_PARTS = 4,
+    FETCH_AHEAD = 4096,  /* bytes; more than the hardware looks ahead */
 };
+
+/* Sums that a tile of few rows keeps per output: one sum alone would wait for each product before the next. */
+#define PARTS(rows) ((rows) > 2 ? 1 : MOST_PARTS / (rows))
 
 /* a [pairs] . b [pairs] of 16-bit numbers, added to 32-bit sums. */
 INLINE vi vdot(vi acc, vi a, vi b) {
@@ -34,93 +40,177 @@ INLINE vi vdot(vi acc, vi a, vi b) {
 
 typedef int16_t vs __attribute__((vector_size(W * 4)));
 typedef uint16_t vu __attribute__((vector_size(W * 4)));
-typedef int8_t half_bytes __attribute__((vector_size(W * 2)));
 
-/* 2 W bytes, widened. */
-INLINE vs widen(const void *p) {
-    half_bytes v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vs);
+/* The two numbers at p in every lane. */
+INLINE vi pair_of(const int16_t *p) {
+    union { int32_t bits; float lane; } pair;
+    memcpy(&pair, p, sizeof pair);
+    return as_vi(vset1(pair.lane));
 }
 
-/* Steps or offsets of W outputs, each twice. */
-INLINE vu twice(const char *p) {
-    uint16_t v[W];
-    vi wide;
-    memcpy(v, p, sizeof v);
-    for (int i = 0; i < W; i++) wide[i] = v[i];
+/* 2 W bytes, signed or not, as 16-bit numbers; W 16-bit numbers, each twice. Intrinsics where the compiler would
+ * convert in pieces. */
+INLINE vs widen(const void *p) {
+#if PB_AVX512
+    return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(p));
+#elif PB_AVX2
+    return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128(p));
+#else
+    int8_t __attribute__((vector_size(W * 2))) bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, vs);
+#endif
+}
+
+INLINE vu widen_unsigned(const void *p) {
+#if PB_AVX512
+    return (vu)_mm512_cvtepu8_epi16(_mm256_loadu_si256(p));
+#elif PB_AVX2
+    return (vu)_mm256_cvtepu8_epi16(_mm_loadu_si128(p));
+#else
+    uint8_t __attribute__((vector_size(W * 2))) bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, vu);
+#endif
+}
+
+INLINE vu twice(const void *p) {
+#if PB_AVX512
+    vi wide = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+#elif PB_AVX2
+    vi wide = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+#else
+    uint16_t __attribute__((vector_size(W * 2))) numbers;
+    memcpy(&numbers, p, sizeof numbers);
+    vi wide = __builtin_convertvector(numbers, vi);
+#endif
     return (vu)(wide | wide << 16);
 }
 
-/* out [k / 2][NR] pairs = the numbers of ``count`` k of a panel from ``from`` on. */
-static void widen_block(int16_t *out, const char *panel, int64_t from, int64_t count, int int4) {
-    if (!int4) {
-        for (int64_t i = 0; i < count * NR; i += 2 * W) {
-            vs v = widen(panel + from * NR + i);
-            memcpy(out + i, &v, sizeof v);
-        }
-        return;
-    }
-    for (int64_t g = from / GROUP; g < (from + count) / GROUP; g++, out += GROUP * NR) {
-        const char *group = panel + g * INT4_GROUP_BYTES;
-        for (int v = 0; v < NV; v++) {
-            vu step = twice(group + v * W * 2), offset = twice(group + NR * 2 + v * W * 2);
-            for (int quad = 0; quad < GROUP / 4; quad++) {
-                vu both = (vu)widen(group + GROUP_PARAMETERS + (quad * NV + v) * 2 * W);
-                vs low = (vs)((both & 15) * step + offset) >> INT4_SHIFT; /* modulo 2^16; the sum is in range */
-                vs high = (vs)((both >> 4 & 15) * step + offset) >> INT4_SHIFT;
-                memcpy(out + (quad * 2 * NR + v * W) * 2, &low, sizeof low);
-                memcpy(out + ((quad * 2 + 1) * NR + v * W) * 2, &high, sizeof high);
+/* Steps and offsets of one vector of outputs of a group. */
+typedef struct {
+    vu step, offset;
+} pair_column;
+
+INLINE pair_column load_pair_column(const char *group, int v) {
+    return (pair_column){twice(group + v * W * 2), twice(group + NR * 2 + v * W * 2)};
+}
+
+/* Four k of W outputs of a group, as two vectors of pairs. Modulo 2^16; the sum is in range. */
+INLINE void expand_pairs(vs out[2], const pair_column *column, const char *group, int v, int quad) {
+    vu both = widen_unsigned(group + GROUP_PARAMETERS + (quad * NV + v) * 2 * W);
+    out[0] = (vs)((both & 15) * column->step + column->offset) >> INT4_SHIFT;
+    out[1] = (vs)((both >> 4) * column->step + column->offset) >> INT4_SHIFT;
+}
+
+INLINE void add_sums(float *totals, vi sums) {
+    vstore(totals, vload(totals) + __builtin_convertvector(sums, vf));
+}
+
+/* totals [rows][NR] += q [rows][ldq] times the numbers w of some pairs: int8 as in a panel, or 16 bits ("wide"). */
+INLINE void int_tile(const int16_t *q, int64_t ldq, const char *w, int64_t pairs, float *totals, int rows, int wide) {
+    const int parts = PARTS(rows), bytes = wide ? 4 * NR : 2 * NR;
+    vi acc[MOST_PARTS][MR][NV];
+    memset(acc, 0, sizeof acc);
+    for (int64_t p = 0; p < pairs; p += parts)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++, w += bytes, q += 2) {
+            if (!wide) __builtin_prefetch(w + FETCH_AHEAD);
+            vi b[NV];
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) b[v] = wide ? viload(w + v * 4 * W) : (vi)widen(w + v * 2 * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vi a = pair_of(q + r * ldq);
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) acc[part][r][v] = vdot(acc[part][r][v], a, b[v]);
             }
         }
-    }
-}
-
-/* totals [rows][NR] += q [rows][ldq] times a widened block of ``pairs`` pairs. */
-INLINE void int_tile(const int16_t *q, int64_t ldq, const int16_t *w, int64_t pairs, float *totals, int rows) {
-    vi acc[MR][NV];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = (vi){};
-    for (int64_t p = 0; p < pairs; p++, w += 2 * NR, q += 2) {
-        vi b[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) b[v] = viload(w + v * 2 * W);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            int32_t pair;
-            memcpy(&pair, q + r * ldq, 4);
-            vi a = as_vi(vset1((union { int32_t i; float f; }){pair}.f));
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[r][v] = vdot(acc[r][v], a, b[v]);
-        }
-    }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
-            float *at = totals + r * NR + v * W;
-            vstore(at, vload(at) + __builtin_convertvector(acc[r][v], vf));
+            vi sum = acc[0][r][v];
+#pragma GCC unroll 4
+            for (int part = 1; part < parts; part++) sum += acc[part][r][v];
+            add_sums(totals + r * NR + v * W, sum);
         }
 }
 
-static void int_tile_of(const int16_t *q, int64_t ldq, const int16_t *w, int64_t pairs, float *totals, int64_t rows) {
-    switch (rows) {
-    case 1: int_tile(q, ldq, w, pairs, totals, 1); break;
-    case 2: int_tile(q, ldq, w, pairs, totals, 2); break;
-    case 3: int_tile(q, ldq, w, pairs, totals, 3); break;
-#if MR >= 6
-    case 4: int_tile(q, ldq, w, pairs, totals, 4); break;
-    case 5: int_tile(q, ldq, w, pairs, totals, 5); break;
-#endif
-#if MR >= 8
-    case 6: int_tile(q, ldq, w, pairs, totals, 6); break;
-    case 7: int_tile(q, ldq, w, pairs, totals, 7); break;
-#endif
-    default: int_tile(q, ldq, w, pairs, totals, MR);
+/* The same with int4 groups. One column after the other, as the registers do not hold more. */
+INLINE void int4_tile(const int16_t *q, int64_t ldq, const char *groups, int64_t pairs, float *totals, int rows) {
+    const int parts = PARTS(rows);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+        vi acc[MOST_PARTS][MR];
+        memset(acc, 0, sizeof acc);
+        const char *group = groups;
+        const int16_t *x = q;
+        for (int64_t g = 0; g < pairs * 2 / GROUP; g++, group += INT4_GROUP_BYTES) {
+            for (int i = 0; v == 0 && i < INT4_GROUP_BYTES; i += 64) __builtin_prefetch(group + i + FETCH_AHEAD);
+            pair_column column = load_pair_column(group, v);
+#pragma GCC unroll 8
+            for (int quad = 0; quad < GROUP / 4; quad++, x += 4) {
+                vs b[2];
+                expand_pairs(b, &column, group, v, quad);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        vi *sum = &acc[(quad * 2 + half) % parts][r];
+                        *sum = vdot(*sum, pair_of(x + r * ldq + half * 2), (vi)b[half]);
+                    }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vi sum = acc[0][r];
+#pragma GCC unroll 4
+            for (int part = 1; part < parts; part++) sum += acc[part][r];
+            add_sums(totals + r * NR + v * W, sum);
+        }
     }
 }
+
+/* out [k / 2][NR] pairs = some groups, expanded. */
+static void expand_block(int16_t *out, const char *group, int64_t groups) {
+    for (int64_t g = 0; g < groups; g++, out += GROUP * NR, group += INT4_GROUP_BYTES)
+        for (int v = 0; v < NV; v++) {
+            pair_column column = load_pair_column(group, v);
+            for (int quad = 0; quad < GROUP / 4; quad++) {
+                vs pairs[2];
+                expand_pairs(pairs, &column, group, v, quad);
+                memcpy(out + (quad * 2 * NR + v * W) * 2, &pairs[0], sizeof pairs[0]);
+                memcpy(out + ((quad * 2 + 1) * NR + v * W) * 2, &pairs[1], sizeof pairs[1]);
+            }
+        }
+}
+
+/* The tile of each number of rows, for weights as in an int8 panel, for wide ones and for int4 groups. */
+typedef void tile_function(const int16_t *q, int64_t ldq, const char *w, int64_t pairs, float *totals);
+#define TILE(rows) \
+    static void int8_tile_##rows(const int16_t *q, int64_t ldq, const char *w, int64_t pairs, float *totals) { \
+        int_tile(q, ldq, w, pairs, totals, rows, 0); \
+    } \
+    static void wide_tile_##rows(const int16_t *q, int64_t ldq, const char *w, int64_t pairs, float *totals) { \
+        int_tile(q, ldq, w, pairs, totals, rows, 1); \
+    } \
+    static void int4_tile_##rows(const int16_t *q, int64_t ldq, const char *w, int64_t pairs, float *totals) { \
+        int4_tile(q, ldq, w, pairs, totals, rows); \
+    }
+#if MR >= 8
+#define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#elif MR >= 6
+#define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#else
+#define EACH_ROWS(X) X(1) X(2) X(3) X(4)
+#endif
+EACH_ROWS(TILE)
+#define INT8_TILE(rows) int8_tile_##rows,
+#define WIDE_TILE(rows) wide_tile_##rows,
+#define INT4_TILE(rows) int4_tile_##rows,
+static tile_function *const int8_tiles[MR] = {EACH_ROWS(INT8_TILE)}, *const wide_tiles[MR] = {EACH_ROWS(WIDE_TILE)},
+                     *const int4_tiles[MR] = {EACH_ROWS(INT4_TILE)};
 
 typedef struct {
     linear_job linear;
@@ -157,10 +247,15 @@ static void int_item(const void *context, int64_t item) {
     int64_t tiles = ceil_div(rows, MR);
     for (int64_t k = 0; k < padded; k += K_BLOCK) {
         int64_t count = padded - k < K_BLOCK ? padded - k : K_BLOCK;
-        widen_block(wide, w, k, count, job->int4);
+        const char *block = job->int4 ? w + k / GROUP * INT4_GROUP_BYTES : w + k * NR;
+        tile_function *const *of_rows = job->int4 ? int4_tiles : int8_tiles;
+        if (job->int4 && tiles > 1) {
+            expand_block(wide, block, count / GROUP);
+            block = (const char *)wide, of_rows = wide_tiles;
+        }
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
-            int_tile_of(job->q + (first + from) * padded + k, padded, wide, count / 2, totals + from * NR, to - from);
+            of_rows[to - from - 1](job->q + (first + from) * padded + k, padded, block, count / 2, totals + from * NR);
         }
     }
     for (int64_t r = 0; r < rows; r++) {

@@ -14,15 +14,23 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
     builds: dict[str, tuple[str, ...] | None] = {"native": None, "portable": ()}
     if "AVX" in torch.backends.cpu.get_cpu_capability():
         builds["avx2"] = ("-mavx2", "-mfma")
-    if Path("/proc/cpuinfo").exists() and "amx_tile" in Path("/proc/cpuinfo").read_text():
+    features = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if "avx_vnni" in features:
+        builds["avx2-vnni"] = ("-mavx2", "-mfma", "-mavxvnni")
+    if "amx_tile" in features:
         builds["no-matrix-unit"] = WITHOUT_MATRIX_UNIT
     return builds
 
 
+_OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The matrix unit multiplies weights only: without it, everything else is the native build again."""
+    """Some builds differ from another in how they multiply weights only."""
     of_weights = ("test_cpu_linear.py", "test_matmul_precision.py")
-    items[:] = [i for i in items if "no-matrix-unit" not in i.name or i.path.name in of_weights]
+    items[:] = [
+        i for i in items if i.path.name in of_weights or not any(build in i.name for build in _OF_WEIGHTS)
+    ]
 
 
 @pytest.fixture(scope="session", params=_builds().values(), ids=_builds().keys())

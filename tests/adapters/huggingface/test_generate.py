@@ -191,7 +191,7 @@ def test_max_time_ends_it(ours: Any, encode: Any, said: Any) -> None:
     ids = ours.generate(
         **inputs, **greedy(max_new_tokens=200), max_time=0.2, logits_processor=LogitsProcessorList([Slow()])
     )
-    assert 1 <= ids.shape[1] - inputs["input_ids"].shape[1] < 30
+    assert 1 <= ids.shape[1] - inputs["input_ids"].shape[1] < 150
     assert said() == []
 
 
