@@ -14,7 +14,7 @@
 enum {
     ROW_BLOCK = 16 * MR,      /* rows whose inputs stay in the second-level cache while panels stream by */
     UNPACK_ROWS = 3 * MR,     /* from this many rows on, a bf16 panel is widened once instead of in every tile */
-    PREFETCH = 1024,          /* bytes ahead in the stream of weights */
+    PREFETCH = 4096,          /* bytes ahead in the stream of weights */
     SMALL_WORK = 100 * 1000,  /* multiply-adds below which one thread is faster than two */
 };
 
