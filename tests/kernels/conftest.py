@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from pathlib import Path
 
+import arm_emulator
 import pytest
 import torch
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -23,14 +26,19 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 
 
 _OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
+_WEIGHT_TESTS = ("test_cpu_linear.py", "test_matmul_precision.py")
+_EMULATED = ["arm"] if importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER) else []
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Some builds differ from another in how they multiply weights only."""
-    of_weights = ("test_cpu_linear.py", "test_matmul_precision.py")
+    """Some builds differ from another in how they multiply weights only; an emulator takes its time."""
     items[:] = [
-        i for i in items if i.path.name in of_weights or not any(build in i.name for build in _OF_WEIGHTS)
+        i for i in items if i.path.name in _WEIGHT_TESTS or not any(build in i.name for build in _OF_WEIGHTS)
     ]
+    for item in items:
+        if "[arm" in item.name and any(long in item.name for long in ("same_bits", "14-2-256")):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", params=_builds().values(), ids=_builds().keys())
@@ -39,10 +47,14 @@ def library(request: pytest.FixtureRequest) -> Path:
     return build(request.param)
 
 
-@pytest.fixture(scope="session")
-def kernels(library: Path) -> CpuKernels:
+@pytest.fixture(scope="session", params=[*_builds(), *_EMULATED])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     """One build with one thread; a test that wants more sets ``threads`` through ``threads``."""
-    return CpuKernels(1, library)
+    if request.param not in _EMULATED:
+        return CpuKernels(1, build(_builds()[request.param]))
+    kernels = CpuKernels(1)
+    kernels._lib = arm_emulator.EmulatedLibrary(tmp_path_factory.mktemp(request.param))  # type: ignore[assignment]
+    return kernels
 
 
 @pytest.fixture
