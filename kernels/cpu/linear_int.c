@@ -30,8 +30,9 @@ INLINE vi vdot(vi acc, vi a, vi b) {
 #elif PB_AVX2
     return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif PB_NEON
-    int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
-    return acc + (vi)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+    int16x4_t x = vget_low_s16((int16x8_t)a), even = vget_low_s16(vuzp1q_s16((int16x8_t)b, (int16x8_t)b)),
+              odd = vget_low_s16(vuzp2q_s16((int16x8_t)b, (int16x8_t)b)); /* once for all rows */
+    return (vi)vmlal_lane_s16(vmlal_lane_s16((int32x4_t)acc, even, x, 0), odd, x, 1);
 #else
     vi low = (a << 16 >> 16) * (b << 16 >> 16), high = (a >> 16) * (b >> 16);
     return acc + low + high;
@@ -55,6 +56,8 @@ INLINE vs widen(const void *p) {
     return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(p));
 #elif PB_AVX2
     return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128(p));
+#elif PB_NEON
+    return (vs)vmovl_s8(vld1_s8(p));
 #else
     int8_t __attribute__((vector_size(W * 2))) bytes;
     memcpy(&bytes, p, sizeof bytes);
@@ -67,6 +70,8 @@ INLINE vu widen_unsigned(const void *p) {
     return (vu)_mm512_cvtepu8_epi16(_mm256_loadu_si256(p));
 #elif PB_AVX2
     return (vu)_mm256_cvtepu8_epi16(_mm_loadu_si128(p));
+#elif PB_NEON
+    return (vu)vmovl_u8(vld1_u8(p));
 #else
     uint8_t __attribute__((vector_size(W * 2))) bytes;
     memcpy(&bytes, p, sizeof bytes);
@@ -79,6 +84,8 @@ INLINE vu twice(const void *p) {
     vi wide = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
 #elif PB_AVX2
     vi wide = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+#elif PB_NEON
+    vi wide = (vi)vmovl_u16(vld1_u16(p));
 #else
     uint16_t __attribute__((vector_size(W * 2))) numbers;
     memcpy(&numbers, p, sizeof numbers);

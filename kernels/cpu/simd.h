@@ -129,6 +129,8 @@ INLINE vf vload_bf16(const uint16_t *p) {
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 #elif PB_AVX2
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#elif PB_NEON
+    return (vf)vshll_n_u16(vld1_u16(p), 16);
 #else
     typedef uint16_t vh __attribute__((vector_size(W * 2)));
     vh v;
