@@ -19,6 +19,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from paged_backend.adapters.langchain import ChatPaged, PagedLLM
+from waiting import cancel_while_it_runs, wait_until
 
 from paged_backend import errors
 from paged_backend.testing import StepGate, reply_engine
@@ -56,13 +57,6 @@ def llm(engine):
 def raw(text):
     """A completion prompt in which the scripted model finds its place."""
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def wait_until(condition, timeout=20):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 class Gate:
@@ -282,17 +276,7 @@ def test_leaving_async_streams_and_cancelling_calls_frees_everything(engine, cha
         gate.allow(5)
         async for _ in model.astream(question, max_tokens=500):
             break
-        gate.open()
-        while engine.stats().kv_blocks_used:
-            await asyncio.sleep(0.002)
-        gate.close()
-        task = asyncio.ensure_future(model.ainvoke(question, max_tokens=500))
-        while not engine.stats().num_running:
-            gate.allow()
-            await asyncio.sleep(0.002)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_while_it_runs(engine, gate, model.ainvoke(question, max_tokens=500))
 
     for model, question in ((chat, "long"), (llm, raw("long"))):
         with StepGate(engine._core.runner) as gate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -28,6 +27,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from paged_backend.adapters.llama_index import PagedLLM
 from pydantic import BaseModel
+from waiting import cancel_while_it_runs, wait_until
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.testing import CHATML, StepGate, reply_engine, small_tokenizer
@@ -87,13 +87,6 @@ def raw(text):
 
 def user(text):
     return [ChatMessage(role="user", content=text)]
-
-
-def wait_until(condition, timeout=20):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def paced(engine, begin):
@@ -261,22 +254,12 @@ def test_leaving_a_stream_frees_its_blocks(llm, engine):
         wait_until(freed)
 
     async def leave(gate):
+        gate.allow(5)
         async for _ in await llm.astream_chat(user("long"), max_tokens=400):
             break
-        gate.open()
-        while not freed():
-            await asyncio.sleep(0.002)
-        gate.close()
-        task = asyncio.ensure_future(llm.achat(user("long"), max_tokens=400))
-        while not engine.stats().num_running:
-            gate.allow()
-            await asyncio.sleep(0.002)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_while_it_runs(engine, gate, llm.achat(user("long"), max_tokens=400))
 
     with StepGate(engine._core.runner) as gate:
-        gate.allow(5)
         asyncio.run(leave(gate))
     wait_until(freed)
     assert engine.stats().generation_tokens < 100

@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
+from waiting import wait_until
 
 from paged_backend.config import EngineConfig
 from paged_backend.engine.async_engine import Engine
@@ -58,13 +59,6 @@ def engine(request):
         wait_until(lambda: not engine._core.has_work)
         assert engine.stats().kv_blocks_used == 0
         assert engine.health == "ok"
-
-
-def wait_until(condition, timeout=20):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
