@@ -49,8 +49,7 @@ INLINE vi pair_of(const int16_t *p) {
     return as_vi(vset1(pair.lane));
 }
 
-/* 2 W bytes, signed or not, as 16-bit numbers; W 16-bit numbers, each twice. Intrinsics where the compiler would
- * convert in pieces. */
+/* 2 W bytes, signed or not, as 16-bit numbers; by intrinsics for the reason that vload_u16 has. */
 INLINE vs widen(const void *p) {
 #if PB_AVX512
     return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(p));
@@ -79,18 +78,9 @@ INLINE vu widen_unsigned(const void *p) {
 #endif
 }
 
+/* W 16-bit numbers, each twice. */
 INLINE vu twice(const void *p) {
-#if PB_AVX512
-    vi wide = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
-#elif PB_AVX2
-    vi wide = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
-#elif PB_NEON
-    vi wide = (vi)vmovl_u16(vld1_u16(p));
-#else
-    uint16_t __attribute__((vector_size(W * 2))) numbers;
-    memcpy(&numbers, p, sizeof numbers);
-    vi wide = __builtin_convertvector(numbers, vi);
-#endif
+    vi wide = vload_u16(p);
     return (vu)(wide | wide << 16);
 }
 

@@ -123,21 +123,23 @@ INLINE void vstore_n(float *p, vf v, int n) {
 #endif
 }
 
-/* bf16 numbers as floats: their bits are the upper half. Intrinsics where the compiler would convert in pieces. */
-INLINE vf vload_bf16(const uint16_t *p) {
+/* W numbers of 16 bits, unsigned, as 32-bit ones. Intrinsics where the compiler would convert in pieces. */
+INLINE vi vload_u16(const void *p) {
 #if PB_AVX512
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
 #elif PB_AVX2
-    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
 #elif PB_NEON
-    return (vf)vshll_n_u16(vld1_u16(p), 16);
+    return (vi)vmovl_u16(vld1_u16(p));
 #else
-    typedef uint16_t vh __attribute__((vector_size(W * 2)));
-    vh v;
-    memcpy(&v, p, sizeof v);
-    return as_vf(__builtin_convertvector(v, vi) << 16);
+    uint16_t __attribute__((vector_size(W * 2))) numbers;
+    memcpy(&numbers, p, sizeof numbers);
+    return __builtin_convertvector(numbers, vi);
 #endif
 }
+
+/* bf16 numbers as floats: their bits are the upper half. */
+INLINE vf vload_bf16(const uint16_t *p) { return as_vf(vload_u16(p) << 16); }
 
 INLINE vf vload_bf16_n(const uint16_t *p, int n) {
     if (n == W) return vload_bf16(p);
