@@ -20,7 +20,8 @@ from paged_backend.kernels.cpu.build import _FLAGS
 
 COMPILER = "aarch64-linux-gnu-gcc"
 _PAGE = 1 << 12
-_BASE, _STACK, _STACK_SIZE, _RETURN = 0x10_0000, 0x7000_0000, 1 << 22, 0x6000_0000
+_BASE, _STACK, _RETURN = 0x2000_0000_0000, 0x2100_0000_0000, 0x2200_0000_0000  # where no process has anything
+_STACK_SIZE = 1 << 22
 
 _SERIAL = """
 #include <stddef.h>

@@ -25,6 +25,7 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
     return builds
 
 
+_BUILDS = _builds()
 _OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
 _WEIGHT_TESTS = ("test_cpu_linear.py", "test_matmul_precision.py")
 _EMULATED = ["arm"] if importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER) else []
@@ -41,17 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="session", params=_builds().values(), ids=_builds().keys())
+@pytest.fixture(scope="session", params=_BUILDS.values(), ids=_BUILDS.keys())
 def library(request: pytest.FixtureRequest) -> Path:
     """One build."""
     return build(request.param)
 
 
-@pytest.fixture(scope="session", params=[*_builds(), *_EMULATED])
+@pytest.fixture(scope="session", params=[*_BUILDS, *_EMULATED])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     """One build with one thread; a test that wants more sets ``threads`` through ``threads``."""
     if request.param not in _EMULATED:
-        return CpuKernels(1, build(_builds()[request.param]))
+        return CpuKernels(1, build(_BUILDS[request.param]))
     kernels = CpuKernels(1)
     kernels._lib = arm_emulator.EmulatedLibrary(tmp_path_factory.mktemp(request.param))  # type: ignore[assignment]
     return kernels
