@@ -210,7 +210,7 @@ def test_options_out_of_range_are_named(options, match):
 
 
 def test_logs_say_what_was_done_and_not_what_was_said(start, caplog):
-    body = {"prompt": "a secret prompt", "max_tokens": 3}
+    body = {"prompt": "a secret prompt", "max_tokens": 3, "ignore_eos": True}
     caplog.set_level("INFO", "paged_backend.server")
     for log_prompts in (False, True):
         caplog.clear()
