@@ -185,24 +185,22 @@ class StepGate:
     No sleep is sure to be short or long enough for that. As a context manager it opens at the end, so that a test that
     fails leaves no engine waiting.
 
-    runner: its ``before_run`` becomes the gate's. patience: seconds a step waits before it runs without leave, for
-    tests in which not every step makes the reader answer; None: for ever.
+    runner: its ``before_run`` becomes the gate's.
     """
 
-    def __init__(self, runner: ScriptedRunner, patience: float | None = None) -> None:
+    def __init__(self, runner: ScriptedRunner) -> None:
         self._lock = threading.Condition()
         self._allowed = 0
         self._is_open = False
         self._is_held = False
-        self._patience = patience
         runner.before_run = self._wait
 
     def _wait(self, works: Sequence[Work]) -> None:
         with self._lock:
             self._is_held = True
             self._lock.notify_all()
-            if self._lock.wait_for(lambda: self._is_open or self._allowed, self._patience):
-                self._allowed -= not self._is_open
+            self._lock.wait_for(lambda: self._is_open or self._allowed)
+            self._allowed -= not self._is_open
             self._is_held = False
 
     def wait_until_held(self, timeout: float = 20.0) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
+
+# deadline: machines that are shared stall for longer than any. A change is judged by the same examples every time;
+# --hypothesis-profile=explore draws new ones.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

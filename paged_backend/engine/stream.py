@@ -179,8 +179,10 @@ class RequestHandle:
                 with state.changed:
                     while state.version == seen and not state.finished:
                         state.changed.wait()
+                    # one look: a token between these and the output would make an empty piece of its own
                     seen, done = state.version, state.finished
-                yield from self._outputs(done)
+                    outputs = self._outputs(done)
+                yield from outputs
                 if done:
                     return
         finally:
@@ -202,7 +204,8 @@ class RequestHandle:
                     news.clear()
                 with state.changed:
                     seen, done = state.version, state.finished
-                for output in self._outputs(done):
+                    outputs = self._outputs(done)
+                for output in outputs:
                     yield output
                 if done:
                     return

@@ -19,7 +19,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from paged_backend.adapters.langchain import ChatPaged, PagedLLM
-from waiting import cancel_while_it_runs, wait_until
+from waiting import cancel_while_it_runs, piece_by_piece, wait_until
 
 from paged_backend import errors
 from paged_backend.testing import StepGate, reply_engine
@@ -138,22 +138,12 @@ def test_invoke_stream_and_async_say_the_same_and_never_the_prompt(kind, engine,
     answers = [model.invoke(question), asyncio.run(model.ainvoke(question))]
     texts = {getattr(answer, "content", answer) for answer in answers}
 
-    def read(gate):
-        for chunk in model.stream(question):
-            gate.allow()
-            yield chunk
+    async def arrived():
+        return [chunk async for chunk in model.astream(question)]
 
-    async def aread(gate):
-        chunks = []
-        async for chunk in model.astream(question):
-            gate.allow()
-            chunks.append(chunk)
-        return chunks
-
-    for run in (lambda gate: list(read(gate)), lambda gate: asyncio.run(aread(gate))):
-        # the engine waits for the reader, who would else find several tokens in one piece
-        with StepGate(engine._core.runner, patience=0.5) as gate:
-            chunks = run(gate)
+    for read in (lambda: list(model.stream(question)), lambda: asyncio.run(arrived())):
+        with piece_by_piece():
+            chunks = read()
         assert len(chunks) > 3
         texts.add("".join(getattr(chunk, "content", chunk) for chunk in chunks))
     assert texts == {"You said: hello there"}

@@ -27,7 +27,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from paged_backend.adapters.llama_index import PagedLLM
 from pydantic import BaseModel
-from waiting import cancel_while_it_runs, wait_until
+from waiting import cancel_while_it_runs, piece_by_piece, wait_until
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.testing import CHATML, StepGate, reply_engine, small_tokenizer
@@ -87,16 +87,6 @@ def raw(text):
 
 def user(text):
     return [ChatMessage(role="user", content=text)]
-
-
-def paced(engine, begin):
-    """All of a stream whose engine waits for its reader, who would else find several tokens in one piece."""
-    items = []
-    with StepGate(engine._core.runner, patience=0.1) as gate:
-        for item in begin():
-            gate.allow()
-            items.append(item)
-    return items
 
 
 def test_it_is_a_function_calling_llm_that_knows_itself(llm, engine):
@@ -322,7 +312,8 @@ def test_tools(llm):
 
 
 def test_streamed_tools_show_their_arguments_as_they_come(llm, engine):
-    items = paced(engine, lambda: llm.stream_chat_with_tools([ADD], user_msg="please add"))
+    with piece_by_piece():
+        items = list(llm.stream_chat_with_tools([ADD], user_msg="please add"))
     states = [llm.get_tool_calls_from_response(item, error_on_no_tool_call=False) for item in items]
     known = [calls[0].tool_kwargs for calls in states if calls]
     assert known[0] == {}
@@ -375,7 +366,8 @@ def test_structured_prediction_in_every_form(topic, llm):
 
 
 def test_a_stream_of_a_structure_grows(llm, engine):
-    people = paced(engine, lambda: llm.stream_structured_predict(Person, PromptTemplate("person")))
+    with piece_by_piece():
+        people = list(llm.stream_structured_predict(Person, PromptTemplate("person")))
     ages = [person.age for person in people]
     assert ages[0] is None
     assert ages[-1] == 30

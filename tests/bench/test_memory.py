@@ -40,7 +40,7 @@ def every_allocator(trace):
 # --- what holds for any trace ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traces)
 def test_after_each_step_every_slot_of_the_pool_is_in_exactly_one_state(trace):
     for run in every_allocator(trace):
@@ -51,7 +51,7 @@ def test_after_each_step_every_slot_of_the_pool_is_in_exactly_one_state(trace):
         assert sum(run.shares().values()) == pytest.approx(1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traces)
 def test_every_allocator_computes_the_whole_trace_and_only_preemption_computes_more(trace):
     needed = sum(r.prompt_tokens + r.output_tokens - 1 for r in trace)
@@ -62,7 +62,7 @@ def test_every_allocator_computes_the_whole_trace_and_only_preemption_computes_m
         assert run.samples[-1].running == run.samples[-1].waiting == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traces)
 def test_the_oracle_has_no_internal_and_paging_no_external_fragmentation(trace):
     for placement in PLACEMENTS:
@@ -71,7 +71,7 @@ def test_the_oracle_has_no_internal_and_paging_no_external_fragmentation(trace):
     assert all(sample.external == 0 for sample in run_paged(trace, **SMALL).samples)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traces)
 def test_a_running_request_wastes_less_than_one_block(trace):
     for sample in run_paged(trace, **SMALL).samples:

@@ -187,4 +187,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheTraces = CacheMachine.TestCase
-TestCacheTraces.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCacheTraces.settings = settings(max_examples=150, stateful_step_count=60)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ OPTIONS = ["--kernels", "reference", "--num-blocks", "2048", "--temperature", "0
 def start(model, quiet_env):
     started = []
 
-    def call(command, *arguments):
+    def call(command, *arguments, model=model):
         process = subprocess.Popen(
-            [sys.executable, "-m", "paged_backend.cli", command, model, *arguments, *OPTIONS],
+            [sys.executable, "-m", "paged_backend.cli", command, str(model), *arguments, *OPTIONS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -107,11 +106,15 @@ def test_no_prompts_are_said_and_nothing_is_loaded_for_an_empty_stdin(start, qui
     assert b"/no/such/model" not in errors
 
 
-def test_ctrl_c_while_a_chat_loads_its_model_says_interrupted(start):
-    process = start("chat")
-    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+def test_ctrl_c_while_a_chat_loads_its_model_says_interrupted(start, model, tmp_path):
+    for file in Path(model).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    process = start("chat", model=tmp_path)
+    with open(tmp_path / "config.json", "w"):  # opens when the other end does
+        process.send_signal(signal.SIGINT)
+        process.wait()
     _, errors = process.communicate()
     assert process.returncode == 128 + signal.SIGINT
     assert errors == b"paged-backend: interrupted\n"

@@ -96,13 +96,13 @@ def byte_level_ids(max_size=60):
     return st.lists(st.integers(0, size - 1) | st.sampled_from(emoji_parts), max_size=max_size)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(byte_level_ids(), st.booleans())
 def test_byte_level_pieces_add_up_to_the_decoding_of_all_ids(ids, skip):
     assert "".join(stream(BYTE_LEVEL, ids, skip=skip)) == BYTE_LEVEL.decode(ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(byte_level_ids(), byte_level_ids(12))
 def test_a_whole_prompt_changes_nothing_for_byte_level_tokenizers(ids, prompt):
     prompt = [*prompt, *BYTE_LEVEL.encode("x")]
@@ -133,7 +133,7 @@ def fallback_text(ids):
 ORDINARY = list(range(FIRST_BYTE + 256, FIRST_BYTE + 263))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(
         st.sampled_from(
@@ -150,13 +150,12 @@ def test_byte_fallback_pieces_add_up_to_the_decoding_of_all_ids(chunks):
     assert "".join(stream(FALLBACK, ids, prompt)) == whole[len(known) :]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.sampled_from([*ORDINARY, 1, *byte_ids(b"\nA" + EMOJI.encode())]), max_size=20))
 def test_byte_fallback_keeps_the_characters_that_were_whole_in_a_broken_run(ids):
     assert "".join(stream(FALLBACK, ids, [ORDINARY[3]])) == fallback_text(ids)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=20), st.lists(st.integers(0, 5), max_size=6))
 def test_metaspace_keeps_the_space_between_prompt_and_output(ids, prompt):
     visible = [i for i in prompt if i != 5]

@@ -205,7 +205,7 @@ def test_a_prompt_position_is_reported_with_the_actual_token_first():
     assert entry[97] == Logprob(-0.5, 2, "a")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.sampled_from([*b"abE\n", *"\U0001f336".encode(), EOS, WORD]), max_size=30),
     takes=st.lists(st.booleans(), min_size=31, max_size=31),

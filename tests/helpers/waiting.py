@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from paged_backend.engine.stream import RequestState
 from paged_backend.testing import StepGate
 
 
@@ -22,8 +25,8 @@ def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> None:
 
 async def cancel_while_it_runs(engine: Any, gate: StepGate, call: Awaitable[Any]) -> None:
     """Cancel ``call`` once the engine works for nobody else but it. The gate is closed at the end."""
-    gate.open()
     while engine.stats().kv_blocks_used:
+        gate.allow()
         await asyncio.sleep(0.002)
     gate.close()
     task = asyncio.ensure_future(call)
@@ -33,3 +36,20 @@ async def cancel_while_it_runs(engine: Any, gate: StepGate, call: Awaitable[Any]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@contextlib.contextmanager
+def piece_by_piece() -> Iterator[None]:
+    """Nothing new is shown to the reader of a stream before it has taken what there was.
+
+    Else a reader that is slow finds several tokens in one piece, as it should. For streams only: nobody takes anything
+    of a result that is waited for as a whole.
+    """
+    apply = RequestState.apply
+
+    def in_step(state: RequestState, update: Any) -> bool:
+        wait_until(lambda: all(c._sent_tokens == len(c.token_ids) for c in state.completions), 60)
+        return apply(state, update)
+
+    with mock.patch.object(RequestState, "apply", in_step):
+        yield

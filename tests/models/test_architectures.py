@@ -214,7 +214,7 @@ def property_pair(request, make_pair):
     return pair, pair.their_logits(PROMPT)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.sets(st.integers(1, 40)), cached=st.integers(0, 10))
 def test_any_split_after_any_prefix_hit_gives_the_same_logits(
     property_pair, close, new_sequence, cuts, cached

@@ -195,7 +195,7 @@ def c_kernels():
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 700))
 def test_random_blocks_expand_to_the_same_bits_as_the_gguf_package(name, seed, blocks):
     type_ = BY_NAME[name]
@@ -209,7 +209,7 @@ def test_random_blocks_expand_to_the_same_bits_as_the_gguf_package(name, seed, b
 
 
 @pytest.mark.parametrize("name", [name for name in NATIVE if name.startswith("Q")])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), blocks=st.integers(1, 700), threads=st.integers(1, 2))
 def test_c_expands_random_blocks_to_the_same_bits(c_kernels, name, seed, blocks, threads):
     type_ = BY_NAME[name]
@@ -517,7 +517,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
         load_gguf(tmp_path / "cut.gguf")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), count=st.integers(1, 8))
 def test_damaged_headers_never_raise_anything_else(position, value, count, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damaged")

@@ -88,7 +88,7 @@ token_ids = st.integers(0, 59)
 token_lists = st.lists(token_ids, min_size=3, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 10_000),
     scale=st.sampled_from([0.3, 2.0, 8.0]),

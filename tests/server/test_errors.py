@@ -160,7 +160,7 @@ def bodies(server):
     )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_json_gets_an_answer_below_500(server, data):
     body = data.draw(bodies(server))

@@ -83,7 +83,8 @@ def test_the_first_ctrl_c_says_what_it_waits_for_and_the_second_ends_without_a_t
     with httpx.stream(
         "POST", f"http://127.0.0.1:{free_port}/v1/completions", json=body, timeout=60
     ) as answer:
-        next(answer.iter_bytes())
+        arriving = answer.iter_bytes()  # kept: an iterator that is dropped closes the connection
+        next(arriving)
         process.send_signal(signal.SIGINT)
         until(lambda: "shutting down" in log())
         assert "1 requests may finish within 60 s; Ctrl-C again stops at once" in log()
