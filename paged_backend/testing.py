@@ -180,20 +180,27 @@ class AheadRunner(ScriptedRunner):
 
 
 class StepGate:
-    """Holds an engine over a :class:`ScriptedRunner` before each step, for tests that act while a request runs.
+    """Holds an engine before each step, for tests that act while a request runs.
 
     No sleep is sure to be short or long enough for that. As a context manager it opens at the end, so that a test that
     fails leaves no engine waiting.
-
-    runner: its ``before_run`` becomes the gate's.
     """
 
-    def __init__(self, runner: ScriptedRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._lock = threading.Condition()
         self._allowed = 0
         self._is_open = False
         self._is_held = False
-        runner.before_run = self._wait
+        if isinstance(runner, ScriptedRunner):  # one that runs ahead computes later than it is asked to
+            runner.before_run = self._wait
+        else:
+            run = runner.run
+
+            def run_with_leave(works: Sequence[Work]) -> list[Result]:
+                self._wait(works)
+                return run(works)
+
+            runner.run = run_with_leave  # type: ignore[method-assign]
 
     def _wait(self, works: Sequence[Work]) -> None:
         with self._lock:

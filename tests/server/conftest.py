@@ -17,6 +17,9 @@ pytest.importorskip("prometheus_client")
 import httpx2 as httpx
 import openai
 
+from paged_backend.engine.async_engine import Engine
+from paged_backend.testing import StepGate
+
 
 class RunningServer:
     """An application behind uvicorn in a thread of this process."""
@@ -57,6 +60,15 @@ class RunningServer:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.http.get(path, **options)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, where it is in this process."""
+        return self.serving.supervisor.link._session.engine
+
+    def hold(self) -> StepGate:
+        """``with server.hold() as gate``: a step runs when the gate allows it. For tests that act during requests."""
+        return StepGate(self.engine._core.runner)
 
     @property
     def idle(self) -> bool:

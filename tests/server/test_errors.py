@@ -188,16 +188,18 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(server, monkeypatch):
     from paged_backend.errors import RequestFailedError
 
     client = server.serving.client
-    stream = server.client().chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    ticket = next(iter(client._tickets.values()))
-    server.server._loop.call_soon_threadsafe(ticket.fail, RequestFailedError("the model broke"))
-    with pytest.raises(openai.APIError, match="the model broke"):
-        list(stream)
-    server.server._loop.call_soon_threadsafe(client._end, ticket, "error")
-    server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
+    with server.hold() as gate:
+        gate.allow()
+        stream = server.client().chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        ticket = next(iter(client._tickets.values()))
+        server.server._loop.call_soon_threadsafe(ticket.fail, RequestFailedError("the model broke"))
+        with pytest.raises(openai.APIError, match="the model broke"):
+            list(stream)
+        server.server._loop.call_soon_threadsafe(client._end, ticket, "error")
+        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
 
 
 def test_unexpected_errors_tell_no_details(server, monkeypatch, caplog):

@@ -92,31 +92,42 @@ def test_bodies_beyond_the_limit_are_refused_with_or_without_a_length(start):
 
 
 def test_a_full_queue_is_a_429_with_a_time(start, until):
-    with start({"max_num_seqs": 2}, max_waiting=1) as server:
+    with start({"max_num_seqs": 2}, max_waiting=1) as server, server.hold() as gate:
         running = [begin(server, LONG) for _ in range(3)]
         until(lambda: server.serving.client.in_flight == 3)
         response = server.post("/v1/chat/completions", LONG)
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "queue_full"
         assert 1 <= int(response.headers["retry-after"]) <= 60
+        gate.open()
         for thread, found in running:
             thread.join(60)
             assert found[0].status_code == 200
         too_many = server.post("/v1/completions", {"prompt": "a", "n": 4})
         assert too_many.status_code == 400
         # a client with retries gets through
+        gate.close()
         running = [begin(server, LONG) for _ in range(3)]
         until(lambda: server.serving.client.in_flight == 3)
-        answer = server.client(max_retries=5).chat.completions.create(
+        refused = []
+
+        def go_on(response) -> None:
+            if response.status_code == 429:
+                refused.append(response)
+                gate.open()
+
+        http_client = openai.DefaultHttpxClient(event_hooks={"response": [go_on]})
+        answer = server.client(max_retries=5, http_client=http_client).chat.completions.create(
             model=server.serving.name, messages=HELLO, max_tokens=1
         )
         assert answer.choices
+        assert refused
         for thread, _ in running:
             thread.join(60)
 
 
 def test_the_time_limit_ends_requests_and_frees_their_blocks(start, until):
-    with start(request_timeout=0.05) as server:
+    with start(request_timeout=0.05) as server, server.hold() as gate:
         response = server.post("/v1/chat/completions", LONG)
         assert response.status_code == 408
         assert response.headers["x-should-retry"] == "false"
@@ -129,11 +140,12 @@ def test_the_time_limit_ends_requests_and_frees_their_blocks(start, until):
         )
         with pytest.raises(openai.APIError, match="took longer"):
             list(stream)
+        gate.open()
         until(lambda: server.idle)
 
 
 def test_shutting_down_finishes_what_runs_and_refuses_what_comes(start, until):
-    with start() as server:
+    with start() as server, server.hold() as gate:
         thread, found = begin(server, LONG)
         until(lambda: server.serving.client.in_flight == 1)
         server.serving.draining = True
@@ -145,6 +157,7 @@ def test_shutting_down_finishes_what_runs_and_refuses_what_comes(start, until):
         assert server.get("/health").status_code == 200
         server.serving.draining = False
         server.server.handle_exit(15, None)
+        gate.open()
         thread.join(60)
         assert found[0].status_code == 200
         assert found[0].json()["usage"]["completion_tokens"] == 1000
@@ -153,7 +166,7 @@ def test_shutting_down_finishes_what_runs_and_refuses_what_comes(start, until):
 
 
 def test_a_drain_that_takes_too_long_is_cut_off(start, until):
-    with start({"max_num_seqs": 1}, drain_timeout=0.1) as server:
+    with start({"max_num_seqs": 1}, drain_timeout=0.1) as server, server.hold():
         running = [begin(server, LONG) for _ in range(12)]
         until(lambda: server.serving.client.in_flight == 12)
     for thread, _ in running:
@@ -231,13 +244,13 @@ def test_one_slow_grammar_holds_up_nobody(start, until):
     form = {"structured_outputs": {"regex": "a+"}, "prompt": "a", "max_tokens": 3}
     with start() as server:
         session = server.serving.supervisor.link._session
-        compile_, go = session.engine.grammars.compile, threading.Event()
+        compile_, go = server.engine.grammars.compile, threading.Event()
 
         def slow(wanted):
             go.wait(60)
             return compile_(wanted)
 
-        session.engine.grammars.compile = slow
+        server.engine.grammars.compile = slow
         first = threading.Thread(target=lambda: server.post("/v1/completions", form))
         first.start()
         until(lambda: session._at_door)

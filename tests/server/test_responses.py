@@ -137,18 +137,19 @@ def test_what_is_not_supported_is_named(server, options, param):
 
 def test_an_error_in_the_middle_is_an_event(server):
     client = server.serving.client
-    stream = create(server, stream=True, max_output_tokens=900, extra_body={"ignore_eos": True})
-    iterator = iter(stream)
-    next(iterator)
-    ticket = next(iter(client._tickets.values()))
-    server.server._loop.call_soon_threadsafe(client._take, ticket, {
-        "outputs": [], "error": {"kind": "failed", "message": "the model broke"},
-    })  # fmt: skip
-    try:
-        last = list(iterator)[-1]
-        message = last.message
-        assert last.type == "error"
-    except openai.APIError as error:  # what clients make of the event has changed with their versions
-        message = error.message
-    assert message == "the model broke"
-    server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
+    with server.hold() as gate:
+        gate.allow()
+        stream = create(server, stream=True, max_output_tokens=900, extra_body={"ignore_eos": True})
+        next(stream)
+        ticket = next(iter(client._tickets.values()))
+        server.server._loop.call_soon_threadsafe(client._take, ticket, {
+            "outputs": [], "error": {"kind": "failed", "message": "the model broke"},
+        })  # fmt: skip
+        try:
+            last = list(stream)[-1]
+            message = last.message
+            assert last.type == "error"
+        except openai.APIError as error:  # what clients make of the event has changed with their versions
+            message = error.message
+        assert message == "the model broke"
+        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
