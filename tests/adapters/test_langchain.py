@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -275,18 +274,17 @@ def test_leaving_async_streams_and_cancelling_calls_frees_everything(engine, cha
     assert engine.stats().generation_tokens < 100
 
 
-def test_timeout_ends_the_request_and_says_so(engine):
+def test_timeout_ends_the_request_and_says_so(engine, chat):
     model = ChatPaged(model="s", engine=engine, temperature=0, timeout=0.2, max_tokens=400)
-    engine._core.runner.before_run = lambda works: time.sleep(0.02)
-    for run in (
-        lambda: model.invoke("long"),
-        lambda: list(model.stream("long")),
-        lambda: asyncio.run(model.ainvoke("long")),
-    ):
-        with pytest.raises(ModelTimeoutError, match=r"timeout=0\.2"):
-            run()
-    engine._core.runner.before_run = lambda works: None
-    assert model.invoke("hi").content == "You said: hi"
+    with StepGate(engine._core.runner):
+        for run in (
+            lambda: model.invoke("long"),
+            lambda: list(model.stream("long")),
+            lambda: asyncio.run(model.ainvoke("long")),
+        ):
+            with pytest.raises(ModelTimeoutError, match=r"timeout=0\.2"):
+                run()
+    assert chat.invoke("hi").content == "You said: hi"
 
 
 # --- caches, callbacks, errors, configuration ---------------------------------------------------------------

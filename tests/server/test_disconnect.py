@@ -92,7 +92,7 @@ def test_a_reader_that_stops_reading_is_dropped(start, until):
         connection = raw_request(server, body)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         until(lambda: server.serving.client.in_flight == 1)
-        until(lambda: server.serving.client.in_flight == 0, 60)
+        until(lambda: server.serving.client.in_flight == 0, 120)
         until(lambda: not server.server.server_state.connections, 60)
         connection.close()
         until(lambda: server.idle)

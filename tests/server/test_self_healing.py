@@ -57,7 +57,7 @@ async def stream(client: openai.AsyncOpenAI, body: dict) -> list:
 
 @pytest.fixture(scope="module")
 def process_server(start):
-    with start(in_process=False, served_model_names=("m",), stall_timeout=2.0) as server:
+    with start(in_process=False, served_model_names=("m",), stall_timeout=10.0) as server:
         server.serving.supervisor._interval = 0.2
         yield server
 
