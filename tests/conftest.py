@@ -1,7 +1,8 @@
-"""A tiny random model on disk, for all tests that need the whole way from a folder to text."""
+"""What all tests share: random numbers that repeat, and a tiny model on disk for the whole way from folder to text."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,14 @@ import pytest
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers_alone_and_in_the_suite() -> None:
+    torch = sys.modules.get("torch")  # most tests of the command line do without it
+    if torch is not None:
+        torch.manual_seed(0)
+
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

@@ -16,11 +16,6 @@ def kernels():
     return ReferenceKernels()
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def poisoned_cache(num_blocks, groups, dim, block_size):
     key = torch.full((num_blocks, groups, dim, block_size), float("nan"))
     return LayerCache(key, torch.full((num_blocks, groups, block_size, dim), float("nan")))
