@@ -117,6 +117,28 @@ def test_deltas_join_to_the_whole_and_carry_tokens_with_their_text(engine):
     assert all(len(o.outputs[0].logprobs) == len(o.outputs[0].token_ids) for o in seen)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_token_that_comes_while_the_reader_looks_makes_no_empty_piece(engine, asynchronous):
+    params = SamplingParams(temperature=0, max_tokens=5, output_kind=RequestOutputKind.DELTA)
+    with StepGate(engine._core.runner) as gate:
+        handle = engine.submit("a", params)
+        outputs = handle._outputs
+
+        def look_slowly(done):
+            gate.allow()
+            time.sleep(0.03)  # time for that step, and for its token to arrive if it may
+            return outputs(done)
+
+        async def arrived():
+            return [output async for output in handle]
+
+        handle._outputs = look_slowly
+        gate.allow()
+        seen = asyncio.run(arrived()) if asynchronous else list(handle)
+    assert all(output.outputs[0].token_ids for output in seen)
+    assert sum(len(output.outputs[0].token_ids) for output in seen) == 5
+
+
 def test_final_only_yields_once(engine):
     params = SamplingParams(temperature=0, max_tokens=9, output_kind=RequestOutputKind.FINAL_ONLY)
     seen = list(engine.submit("a", params))
