@@ -182,8 +182,8 @@ class AheadRunner(ScriptedRunner):
 class StepGate:
     """Holds an engine before each step, for tests that act while a request runs.
 
-    No sleep is sure to be short or long enough for that. As a context manager it opens at the end, so that a test that
-    fails leaves no engine waiting.
+    No sleep is sure to be short or long enough for that. As a context manager it opens and goes at the end, so that a
+    test that fails leaves no engine waiting.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -191,24 +191,19 @@ class StepGate:
         self._allowed = 0
         self._is_open = False
         self._is_held = False
-        if isinstance(runner, ScriptedRunner):  # one that runs ahead computes later than it is asked to
-            runner.before_run = self._wait
-        else:
-            run = runner.run
+        # a scripted one may compute later than it is asked to
+        self._place = runner, "before_run" if isinstance(runner, ScriptedRunner) else "run"
+        self._behind = getattr(*self._place)
+        setattr(*self._place, self._pass)
 
-            def run_with_leave(works: Sequence[Work]) -> list[Result]:
-                self._wait(works)
-                return run(works)
-
-            runner.run = run_with_leave  # type: ignore[method-assign]
-
-    def _wait(self, works: Sequence[Work]) -> None:
+    def _pass(self, works: Sequence[Work]) -> Any:
         with self._lock:
             self._is_held = True
             self._lock.notify_all()
             self._lock.wait_for(lambda: self._is_open or self._allowed)
             self._allowed -= not self._is_open
             self._is_held = False
+        return self._behind(works)
 
     def wait_until_held(self, timeout: float = 20.0) -> None:
         """Until a step waits that has no leave; ``TimeoutError`` after ``timeout`` seconds."""
@@ -235,6 +230,7 @@ class StepGate:
         return self
 
     def __exit__(self, *error: object) -> None:
+        setattr(*self._place, self._behind)
         self.open()
 
 

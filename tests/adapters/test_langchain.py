@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -18,7 +17,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from paged_backend.adapters.langchain import ChatPaged, PagedLLM
-from waiting import cancel_while_it_runs, piece_by_piece, wait_until
+from waiting import cancel_while_it_runs, hold_until_there_are, piece_by_piece, wait_until
 
 from paged_backend import errors
 from paged_backend.testing import StepGate, reply_engine
@@ -58,20 +57,6 @@ def raw(text):
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-class Gate:
-    """Holds the engine back until ``count`` requests have been handed to it."""
-
-    def __init__(self, engine, count):
-        self.reached = threading.Event()
-
-        def hold(works):
-            if not self.reached.is_set():
-                wait_until(lambda: len(engine._states) >= count)
-                self.reached.set()
-
-        engine._core.runner.before_run = hold
-
-
 # --- batches: everything is in the engine before the first step ends ----------------------------------------
 
 
@@ -80,7 +65,7 @@ class Gate:
 )
 @pytest.mark.parametrize("kind", ["chat", "llm"])
 def test_every_batch_entry_point_submits_everything_at_once(kind, entry, engine, chat, llm):
-    gate = Gate(engine, 64)
+    reached = hold_until_there_are(64, engine)
     model = chat if kind == "chat" else llm
     texts = [f"q{i}" for i in range(64)]
     inputs = texts if kind == "chat" else [raw(text) for text in texts]
@@ -103,14 +88,14 @@ def test_every_batch_entry_point_submits_everything_at_once(kind, entry, engine,
         found = [row[0].text for row in result.generations]
         assert result.llm_output["token_usage"]["completion_tokens"] > 64
     assert [getattr(item, "content", item) for item in found] == wanted
-    assert gate.reached.is_set()
+    assert reached.is_set()
 
 
 def test_a_chain_s_batch_reaches_the_engine_whole(engine, chat):
-    gate = Gate(engine, 40)
+    reached = hold_until_there_are(40, engine)
     chain = ChatPromptTemplate.from_messages([("human", "{q}")]) | chat | StrOutputParser()
     assert chain.batch([{"q": str(i)} for i in range(40)]) == [f"You said: {i}" for i in range(40)]
-    assert gate.reached.is_set()
+    assert reached.is_set()
 
 
 def test_max_concurrency_is_kept(engine, chat):

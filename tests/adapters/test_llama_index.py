@@ -27,7 +27,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from paged_backend.adapters.llama_index import PagedLLM
 from pydantic import BaseModel
-from waiting import cancel_while_it_runs, piece_by_piece, wait_until
+from waiting import cancel_while_it_runs, hold_until_there_are, piece_by_piece, wait_until
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.testing import CHATML, StepGate, reply_engine, small_tokenizer
@@ -139,20 +139,13 @@ def test_all_completions_say_the_same(llm):
 
 
 def test_async_calls_run_together(llm, engine):
-    reached = []
-
-    def hold(works):
-        if not reached:
-            wait_until(lambda: len(engine._states) >= 32)
-            reached.append(True)
-
-    engine._core.runner.before_run = hold
+    reached = hold_until_there_are(32, engine)
 
     async def many():
         return await asyncio.gather(*(llm.achat(user(f"q{i}")) for i in range(32)))
 
     assert [r.message.content for r in asyncio.run(many())] == [f"You said: q{i}" for i in range(32)]
-    assert reached
+    assert reached.is_set()
 
 
 def test_formatted_says_whether_the_prompt_is_wrapped(engine):
@@ -311,7 +304,7 @@ def test_tools(llm):
     assert llm.predict_and_call([ADD], user_msg="please add").response == "7"
 
 
-def test_streamed_tools_show_their_arguments_as_they_come(llm, engine):
+def test_streamed_tools_show_their_arguments_as_they_come(llm):
     with piece_by_piece():
         items = list(llm.stream_chat_with_tools([ADD], user_msg="please add"))
     states = [llm.get_tool_calls_from_response(item, error_on_no_tool_call=False) for item in items]
@@ -365,7 +358,7 @@ def test_structured_prediction_in_every_form(topic, llm):
     assert isinstance(program(topic=topic), Person)
 
 
-def test_a_stream_of_a_structure_grows(llm, engine):
+def test_a_stream_of_a_structure_grows(llm):
     with piece_by_piece():
         people = list(llm.stream_structured_predict(Person, PromptTemplate("person")))
     ages = [person.age for person in people]

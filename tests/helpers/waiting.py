@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -15,12 +16,26 @@ from paged_backend.engine.stream import RequestState
 from paged_backend.testing import StepGate
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> None:
-    """Return once the condition holds; fail after ``timeout`` seconds."""
+def wait_until(condition: Callable[[], Any], timeout: float = 30.0) -> None:
+    """Return once the condition holds; ``TimeoutError`` after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < end
+        if time.monotonic() > end:
+            raise TimeoutError("it did not come to be")
         time.sleep(0.002)
+
+
+def hold_until_there_are(count: int, engine: Any) -> threading.Event:
+    """Keep an engine over a ``ScriptedRunner`` from its first step until it has ``count`` requests; set when it has."""
+    reached = threading.Event()
+
+    def hold(works: Any) -> None:
+        if not reached.is_set():
+            wait_until(lambda: len(engine._states) >= count)
+            reached.set()
+
+    engine._core.runner.before_run = hold
+    return reached
 
 
 async def cancel_while_it_runs(engine: Any, gate: StepGate, call: Awaitable[Any]) -> None:

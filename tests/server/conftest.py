@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 import httpx2 as httpx
 import openai
+from waiting import wait_until
 
 from paged_backend.engine.async_engine import Engine
 from paged_backend.testing import StepGate
@@ -40,7 +40,7 @@ class RunningServer:
         self.server = DrainingServer(uvicorn_config(app, config, connections), self.serving)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        until(lambda: self.server.started or not self.thread.is_alive(), 120)
+        wait_until(lambda: self.server.started or not self.thread.is_alive(), 120)
         if not self.server.started:
             raise RuntimeError("the server did not start")
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
@@ -85,15 +85,6 @@ class RunningServer:
             raise RuntimeError("the server did not stop")
 
 
-def until(condition: Any, timeout: float = 30.0) -> None:
-    """Wait for it; fail if it does not come."""
-    end = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("it did not come to be")
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="session")
 def start(tiny_model):
     """Context manager: ``with start(engine_options, **server_options) as server``."""
@@ -119,7 +110,7 @@ def server(start) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="session", name="until")
-def until_fixture():
+@pytest.fixture(scope="session")
+def until():
     """``until(condition, timeout)``."""
-    return until
+    return wait_until

@@ -184,7 +184,7 @@ def test_any_json_gets_an_answer_below_500(server, data):
         error_of(response)
 
 
-def test_an_error_in_the_middle_of_a_stream_is_an_event(server, monkeypatch):
+def test_an_error_in_the_middle_of_a_stream_is_an_event(server):
     from paged_backend.errors import RequestFailedError
 
     client = server.serving.client
