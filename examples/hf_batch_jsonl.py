@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from paged_backend.adapters.huggingface import pipeline
 from tqdm import tqdm
+
+from paged_backend.adapters.huggingface import pipeline
 
 
 def read(path: Path) -> Iterator[dict]:

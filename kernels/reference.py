@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from torch import Tensor
+
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 
 _STORAGE = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from paged_backend.kernels.base import Kernels
-
 from paged_backend.errors import BackendUnavailableError
+from paged_backend.kernels.base import Kernels
 
 
 def select_kernels(

@@ -1,5 +1,5 @@
 """``python -m paged_backend``: the command line."""
 
-from paged_backend.cli import main
+from paged_backend.cli.app import main
 
 main()

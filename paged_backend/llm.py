@@ -13,8 +13,8 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import BatchError, EngineClosedError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.tools.formats import tool_format_for
-from paged_backend.tools.prompt import chat_prompt
+from paged_backend.toolcalls.formats import tool_format_for
+from paged_backend.toolcalls.prompt import chat_prompt
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -84,7 +84,7 @@ class LLM:
         """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat template.
 
         tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it. Calls
-        stand in the outputs' text: ``paged_backend.tools.parse_reply`` reads them.
+        stand in the outputs' text: ``paged_backend.toolcalls.parse_reply`` reads them.
         """
         self._ensure_open()
         single = bool(messages) and isinstance(messages, Sequence) and isinstance(messages[0], Mapping)

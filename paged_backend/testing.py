@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.engine import EngineCore
+from paged_backend.engine.core import EngineCore
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.runner.base import Result, Runner, Work
 from paged_backend.runner.sampler import Sampled, SampleRow, only_truncates
 
 if TYPE_CHECKING:
-    from paged_backend.engine.async_engine import Engine
-    from paged_backend.tokenizer import Tokenizer
+    from paged_backend.engine.engine import Engine
+    from paged_backend.text.tokenizer import Tokenizer
 
 NextToken = Callable[[list[int]], int]
 POISON = -1
@@ -276,7 +276,7 @@ END = 2
 def reply_engine(respond: Callable[[str], str], tokenizer: Tokenizer | None = None, **options: Any) -> Engine:
     """An engine that answers by ``respond``; options are those of :func:`scripted_core`."""
     from paged_backend.config import EngineConfig
-    from paged_backend.engine.async_engine import Engine
+    from paged_backend.engine.engine import Engine
 
     tokenizer = tokenizer or small_tokenizer()
     runner = ReplyRunner(tokenizer, respond, options.get("num_blocks", 400))
@@ -299,7 +299,7 @@ def small_tokenizer(vocab_size: int = 1000, chat_template: str | None = CHATML) 
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    from paged_backend.tokenizer import Tokenizer
+    from paged_backend.text.tokenizer import Tokenizer
 
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build, usable_cores
-from torch import Tensor
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 _NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
-from torch import Tensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

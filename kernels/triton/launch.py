@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton import activation as activation_kernels
 from paged_backend.kernels.triton import attention as attention_kernels
@@ -23,7 +25,6 @@ from paged_backend.kernels.triton import (
 )
 from paged_backend.kernels.triton.quantize import IntWeights
 from paged_backend.kernels.triton.tiles import SEGMENT, Tiles, attention_tiles, matmul_tiles, pow2, short_rows
-from torch import Tensor
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _COLUMNS = 16384  # of a row that a program of rms_norm can hold

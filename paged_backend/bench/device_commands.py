@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.commands.common import complain
+from paged_backend.cli.common import complain
 
 if TYPE_CHECKING:
     from paged_backend.bench.device_report import Report

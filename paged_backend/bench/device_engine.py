@@ -208,8 +208,8 @@ def prefill_work(decoder: Any, tokens: int) -> int:
 
 def random_checkpoint(config: Mapping[str, Any], device: torch.device) -> Any:
     """A model of this config with random weights, made on ``device`` when they are asked for."""
+    from paged_backend.checkpoints.checkpoint import Checkpoint
     from paged_backend.models.architectures import spec_from_config
-    from paged_backend.models.checkpoint import Checkpoint
     from paged_backend.models.tensors import expected_shapes
 
     generator = torch.Generator(device).manual_seed(0)

@@ -160,7 +160,7 @@ def run_paged(
 ) -> MemoryRun:
     """The trace through EngineCore. model: a runner whose pool has ``pool_tokens // block_size + 1`` blocks."""
     from paged_backend.cache.manager import CacheManager
-    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.core import EngineCore
     from paged_backend.engine.scheduler import Scheduler
 
     check_trace(trace, context, pool_tokens // block_size * block_size)

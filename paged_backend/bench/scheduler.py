@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.runner.base import Result, Runner
 
 if TYPE_CHECKING:
-    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.core import EngineCore
 
 _WARM_UP = 20
 
@@ -146,7 +146,7 @@ def measure_overlap(
 def _decoding(runner: Runner, running: int, waiting: int, steps: int, prompt_tokens: int) -> EngineCore:
     """A core whose ``running`` requests all decode, for ``steps`` steps at least."""
     from paged_backend.cache.manager import CacheManager
-    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.core import EngineCore
     from paged_backend.engine.request import Request
     from paged_backend.engine.scheduler import Scheduler
     from paged_backend.sampling_params import SamplingParams

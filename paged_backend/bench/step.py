@@ -148,13 +148,13 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
 
     from paged_backend.cache.manager import CacheManager
     from paged_backend.config import EngineConfig
-    from paged_backend.engine.async_engine import Engine
-    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.core import EngineCore
+    from paged_backend.engine.engine import Engine
     from paged_backend.engine.factory import kernels_for, pool_blocks, sliding_window
     from paged_backend.engine.scheduler import Scheduler
     from paged_backend.models.loading import load_model
     from paged_backend.runner.model_runner import ModelRunner
-    from paged_backend.tokenizer import load_tokenizer
+    from paged_backend.text.tokenizer import load_tokenizer
 
     config = EngineConfig.from_options(model, **options)
     if config.through_triton:

@@ -1,324 +1,335 @@
-"""EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
+"""Engine: a core with a thread that runs its steps, a thread that turns tokens into text, and a thread-safe door.
 
-A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
-computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for
-the host. What fails, fails alone (see ``pipeline``): KV writes are idempotent, and nothing is published or appended
-before a step has succeeded.
+    caller --submit/abort--> inbox --> loop thread: core.step() --> outbox --> output thread --> RequestState --> caller
+
+The loop never waits for a tokenizer, a detokenizer or a client: text is made while the next step computes (kernels
+release the GIL). A stop string found in the text ends its sample one step later; tokens made meanwhile are dropped.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.beam_search import BeamGroup, Hypothesis
-from paged_backend.engine.door import Door
-from paged_backend.engine.flight import Flight, Part
-from paged_backend.engine.pipeline import Pipeline
-from paged_backend.engine.request import Request, Status
-from paged_backend.engine.scheduler import Scheduler
-from paged_backend.engine.stats import StepUsage, UsageMeter
-from paged_backend.errors import RequestFailedError
-from paged_backend.runner.base import Result, Runner
-from paged_backend.runner.sampler import Sampled
+from paged_backend.config import EngineConfig
+from paged_backend.constrain.grammar import GrammarCompiler
+from paged_backend.engine.core import EngineCore, Update
+from paged_backend.engine.input_processor import Intake
+from paged_backend.engine.inputs import Prompt
+from paged_backend.engine.request import Request
+from paged_backend.engine.stats import EngineStats
+from paged_backend.engine.stream import RequestHandle, RequestState
+from paged_backend.errors import DeviceLostError, EngineClosedError, RequestFailedError, RequestRejectedError
+from paged_backend.outputs import RequestOutput
+from paged_backend.sampling_params import SamplingParams
+
+logger = logging.getLogger("paged_backend")
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Update:
-    """What one step did for one sequence: a token, an end, or both.
+class Engine:
+    """Serves one model to any number of threads and event loops. Get one from ``paged_backend.get_engine``.
 
-    index: which of the request's outputs it belongs to. beam: given with the last token of a hypothesis.
+    eos_token_ids: end of sequence. generation_config: the model's defaults for sampling options.
     """
-
-    request: Request
-    index: int
-    sampled: Sampled | None = None
-    prompt_logprobs: Sequence[Sampled] = ()
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    error: Exception | None = None
-    beam: Hypothesis | None = None
-
-
-class EngineCore:
-    """max_model_len: longest prompt + output. always_check: run :meth:`check` after every step (tests do)."""
 
     def __init__(
         self,
-        runner: Runner,
-        cache: CacheManager,
-        scheduler: Scheduler,
-        max_model_len: int,
-        always_check: bool = False,
+        core: EngineCore,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        generation_config: Mapping[str, Any] | None = None,
+        block_bytes: int = 0,
+        on_release: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.runner = runner
-        self.cache = cache
-        self.scheduler = scheduler
-        self.door = Door(
-            cache,
-            runner.vocab_size,
-            max_model_len,
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.generation_config = dict(generation_config or {})
+        self.grammars = GrammarCompiler(tokenizer, self.eos_token_ids)
+        self._intake = Intake(
+            core.door, tokenizer, self.grammars, self.eos_token_ids, self.generation_config, config.seed
         )
-        self.always_check = always_check
-        self.usage = UsageMeter(cache.block_size)
-        self.num_steps = 0
-        self._requests: dict[str, list[Request]] = {}
-        self._masks: ThreadPoolExecutor | None = None
-        self._pipeline = Pipeline(runner, cache)
+        self._core = core
+        self._block_bytes = block_bytes
+        self._on_release = on_release
+        self._states: dict[str, RequestState] = {}
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._failure: BaseException | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._outbox: queue.SimpleQueue[list[Update] | None] = queue.SimpleQueue()
+        self._loop_thread = threading.Thread(
+            target=self._guard, args=(self._loop,), name="paged_backend-loop", daemon=True
+        )
+        self._output_thread = threading.Thread(
+            target=self._guard, args=(self._deliver,), name="paged_backend-output", daemon=True
+        )
+        self._loop_thread.start()
+        self._output_thread.start()
 
-    # --- requests ------------------------------------------------------------------------------------------------
-
-    def add(self, request: Request) -> None:
-        """Queue a request that the door has let pass."""
-        self._requests.setdefault(request.request_id, []).append(request)
-        self.scheduler.add(request)
-
-    def finish(self, request_id: str, index: int | None = None) -> list[Request]:
-        """Take out a request, or one of its n samples, in whatever state; its blocks are free at once."""
-        ended = []
-        for request in list(self._requests.get(request_id, ())):
-            if index is None or (request.index == index and request.seats == 1 and request.group is None):
-                self._retire(request, natural=index is not None)
-                ended.append(request)
-        return ended
-
-    @property
-    def num_failed_steps(self) -> int:
-        """Steps that had to be run again, request by request."""
-        return self._pipeline.num_failed
+    # --- the door ------------------------------------------------------------------------------------------------
 
     @property
-    def has_work(self) -> bool:
-        return self._pipeline.waiting is not None or self.scheduler.has_work
+    def max_model_len(self) -> int:
+        """Longest prompt + output in tokens, by the model's context and the pool."""
+        return self._core.door.longest_request()
 
-    # --- one step ------------------------------------------------------------------------------------------------
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step, and so most samples of one request."""
+        return self._core.scheduler.max_num_seqs
 
-    def step(self) -> list[Update]:
-        """Finish one step and return what it did, in batch order. Empty if there was nothing to do.
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this number."""
+        return self._core.runner.vocab_size
 
-        Raises DeviceLostError, and what is a fault of the bookkeeping itself.
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        resume_output_ids: Mapping[int, Sequence[int]] | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestHandle:
+        """Queue one prompt (text, token ids, or a dict with ``prompt`` or ``prompt_token_ids``).
+
+        resume_output_ids: {sample: its output in an earlier run with the same seed}. The samples go on as that run
+        would have, and give out only what is new; samples that are left out have ended. cache_salt: cached prefixes are
+        shared only between requests with equal salts.
+
+        Raises :class:`RequestRejectedError` (``ValueError``) for a request that could never run; the engine is not
+        affected.
         """
-        if self._pipeline.waiting is None:
-            self._launch()
-        flight = self._pipeline.take()
-        if flight is None:
-            return []
-        if self._pipeline.can_go_on(flight):
-            flight.assume()
-            self._launch()
-        updates = self._land(flight)
-        self.usage.add(self._usage())
-        if self.always_check:
-            self.check()
-        return updates
+        self._ensure_open()
+        made = self._intake.prepare(
+            prompt, params or SamplingParams(), request_id, resume_output_ids, cache_salt
+        )
+        return self._enqueue([made])[0]
 
-    def _launch(self) -> None:
-        """Schedule a step and give it to the runner, if there is anything to do."""
-        picked = self.scheduler.schedule()
-        if not picked:
-            return
-        now = time.monotonic()
-        for request in self.scheduler.stats.last_admitted:
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = now
-        flight = Flight(picked, self.cache.take_copies())
-        self._prepare_masks(picked)
-        self._pipeline.launch(flight)
+    def submit_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str | None] | None = None,
+    ) -> list[RequestHandle]:
+        """Queue several at once, so that the first step sees all of them. Every one is checked before any is queued.
 
-    def _land(self, flight: Flight) -> list[Update]:
-        """Wait for a step and take up its results."""
-        results = self._pipeline.results(flight)
-        self.num_steps += 1
-        now = time.monotonic()
-        updates: list[Update] = []
-        complete: list[Request] = []  # beams that were the last of their group to make a proposal
-        for part, result in zip(flight.parts, results):
-            if part.request.status is Status.FINISHED or result is None:
-                continue  # aborted, ended by the step before, or another beam of its group has failed in this one
-            if isinstance(result, Exception):
-                updates.extend(self._fail(part.request, result))
-            else:
-                flight.settle(part)
-                self._advance(part, result, now, updates, complete)
-        for request in complete:
-            if request.group is not None and request.status is not Status.FINISHED:
-                self._branch(request, request.group, now, updates)
-        return updates
-
-    def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
-        """Let grammars fill their masks in a thread of their own while the model computes."""
-        for request, count in picked:
-            if request.constraint is not None and count == request.num_pending:
-                if self._masks is None:
-                    self._masks = ThreadPoolExecutor(1, "paged_backend-masks")
-                request.constraint.prepare(self._masks)
-
-    def _advance(
-        self, part: Part, result: Result, now: float, updates: list[Update], complete: list[Request]
-    ) -> None:
-        request, (first, end) = part.request, part.scored
-        request.num_scored = max(request.num_scored, end)
-        # less than the part's end where the step behind this one took blocks away
-        self.cache.commit(request.table, request.token_ids, min(part.end, request.num_computed))
-        if not result.sampled:
-            if end > first:
-                updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
-            return
-        if request.group is not None:
-            if self._propose(request, result.sampled[0], updates):
-                complete.append(request)
-            return
-        members = [request]
-        for i in range(1, request.seats):
-            members.append(self.scheduler.fork(request, i))
-        self._requests[request.request_id].extend(members[1:])
-        for member, sampled in zip(members, result.sampled):
-            if isinstance(sampled, Exception):
-                updates.extend(self._fail(member, sampled))
-                continue
-            update = Update(
-                member, member.index, sampled, result.prompt_logprobs if member is request else ()
-            )
+        What :class:`RequestRejectedError` says begins with the number of the prompt, which is its ``index`` too.
+        """
+        self._ensure_open()
+        ids = request_ids or [None] * len(prompts)
+        made = []
+        for index, item in enumerate(zip(prompts, params, ids)):
             try:
-                self._append(member, sampled.token_id, now, update)
-            except Exception as error:  # from its grammar or one of its stop criteria
-                update = self._fail(member, error)[0]
-            updates.append(update)
+                made.append(self._intake.prepare(*item))
+            except RequestRejectedError as error:
+                raise error.at(index, len(prompts)) from error.__cause__
+        return self._enqueue(made)
 
-    def _append(self, request: Request, token: int, now: float, update: Update) -> None:
-        request.token_ids.append(token)
-        metrics = request.metrics
-        metrics.last_token_time = now
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        constraint = request.constraint
-        if constraint is not None:
-            constraint.advance(token)
-        if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
-            update.finish_reason = "stop"
-            update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-        elif constraint is not None and constraint.ended:
-            update.finish_reason = "stop"
-        elif request.num_output_tokens >= request.max_tokens:
-            update.finish_reason = "length"
-        if request.params.stop_criteria and request.stops(request.output_token_ids):
-            update.finish_reason = "stop"
-        if update.finish_reason is not None:
-            metrics.finished_time = now
-            self._retire(request, natural=True)
+    def _enqueue(self, made: Sequence[tuple[list[Request], RequestState]]) -> list[RequestHandle]:
+        if len({state.request_id for _, state in made}) < len(made):
+            raise RequestRejectedError("request ids must be unique")
+        for _, state in made:
+            if state.request_id in self._states:
+                raise RequestRejectedError(f"request id {state.request_id!r} is already in use")
 
-    def _fail(self, request: Request, cause: Exception) -> list[Update]:
-        error = RequestFailedError(f"request {request.request_id} failed: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        if request.group is None:
-            self._retire(request)
-            return [Update(request, request.index, finish_reason="error", error=error)]
-        for member in list(self._requests.get(request.request_id, ())):
-            self._retire(member)
-        return [Update(request, i, finish_reason="error", error=error) for i in range(request.params.n)]
+        def add() -> None:
+            for requests, state in made:
+                if not state.finished:  # else it was aborted before the loop saw it
+                    self._prompt_tokens += len(state.prompt_token_ids)
+                    for request in requests:
+                        self._core.add(request)
 
-    # --- beam search ---------------------------------------------------------------------------------------------
+        self._states.update((state.request_id, state) for _, state in made)
+        self._post(add)
+        return [RequestHandle(state, self.abort) for _, state in made]
 
-    def _propose(self, request: Request, sampled: Sampled | Exception, updates: list[Update]) -> bool:
-        """Take a beam's continuations; True if it was the last of its group to give them."""
-        if isinstance(sampled, Exception):
-            updates.extend(self._fail(request, sampled))
-        elif request.group is not None:
-            return request.group.propose(request.index, sampled.top or ())
-        return False
-
-    def _branch(self, request: Request, group: BeamGroup, now: float, updates: list[Update]) -> None:
-        """Move a group on. Comes after the step, when all that was computed of its beams is accounted for."""
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Submit and stream. Leaving the iteration, or cancelling the task, aborts the request."""
+        handle = self.submit(prompt, params, request_id)
+        stream = handle.__aiter__()
         try:
-            picks = group.advance()
-        except Exception as error:  # from a stop criterion
-            updates.extend(self._fail(request, error))
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; unknown and finished ids are ignored. Safe from any thread."""
+        state = self._states.get(request_id)
+        if state is None:
             return
-        beams = sorted(self._requests[request.request_id], key=lambda beam: beam.index)
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
-        if group.done:
-            request.metrics.last_token_time = request.metrics.finished_time = now
-            for i, found in enumerate(group.best(request.params.n)):
-                updates.extend(_told(request, i, found))
-            for beam in beams:
-                self._retire(beam, natural=beam is request)
+        state.end("abort")
+        self._post(lambda: self._drop(request_id))
+
+    def _drop(self, request_id: str) -> None:
+        self._core.finish(request_id)
+        self._states.pop(request_id, None)
+
+    def _ensure_open(self) -> None:
+        if self._closing or self.health == "dead":
+            raise EngineClosedError("the engine is closed: open a new one with get_engine(...) or LLM(...)")
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the loop thread between two steps and return its result."""
+        self._ensure_open()
+        if threading.current_thread() is self._loop_thread:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    # --- the two threads -----------------------------------------------------------------------------------------
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        """Whatever ends a thread before its time, every waiter is woken with an error instead of waiting for ever."""
+        try:
+            body()
+        except BaseException as error:
+            logger.exception("a thread of the engine has died")
+            self._failure = error
+        finally:
+            if not self._closing:
+                died = EngineClosedError(
+                    f"a thread of the engine has died ({self._failure!r}): open a new engine"
+                )
+                for state in list(self._states.values()):
+                    state.end("error", died)
+
+    def _loop(self) -> None:
+        core = self._core
+        while True:
+            with self._wake:
+                while not (self._inbox or core.has_work or self._closing):
+                    self._wake.wait()
+                actions = list(self._inbox)
+                self._inbox.clear()
+            for action in actions:
+                try:
+                    action()
+                except Exception as error:
+                    self._recover(error)
+            if self._closing:
+                break
+            if not core.has_work:
+                continue
+            try:
+                self._outbox.put(core.step())
+                if not core.has_work:
+                    core.check()  # a leak or a broken table becomes loud while nobody is harmed
+            except DeviceLostError:
+                raise  # nothing can be computed any more: the loop ends and everybody is told
+            except Exception as error:
+                self._recover(error)
+
+    def _recover(self, error: Exception) -> None:
+        """Bookkeeping raised (a bug here, not a bad request): give up what is running, keep serving what comes."""
+        logger.exception("the engine's bookkeeping failed; its requests get the error and it goes on")
+        self._failure = error
+        self._outbox.put(self._core.fail_all(error))
+
+    def _deliver(self) -> None:
+        while (updates := self._outbox.get()) is not None:
+            for update in updates:
+                self._deliver_one(update)
+
+    def _deliver_one(self, update: Update) -> None:
+        request_id, index = update.request.request_id, update.index
+        state = self._states.get(request_id)
+        if state is None:
             return
-        children: list[Request] = []
-        taken: set[int] = set()
-        for number, pick in enumerate(
-            picks
-        ):  # every fork comes before any append: it takes over the beam's tokens
-            parent = beams[pick.parent]
-            child = parent if pick.parent not in taken else self.scheduler.fork(parent, number)
-            taken.add(pick.parent)
-            children.append(child)
-        self._requests[request.request_id] = children
-        for number, (child, pick) in enumerate(zip(children, picks)):
-            child.index, child.seats = number, 1
-            child.token_ids.append(pick.token_id)
-        for number, beam in enumerate(beams):
-            if number not in taken:
-                self.scheduler.finish(beam)
+        if update.sampled is not None:
+            self._generation_tokens += 1
+        try:
+            if state.apply(update):
+                self._post(lambda: self._finish_sample(request_id, index))
+        except Exception as error:
+            failure = RequestFailedError(f"request {request_id} failed while its text was made: {error!r}")
+            failure.__cause__ = error
+            state.end("error", failure)
+            self._post(lambda: self._drop(request_id))
+        if state.finished:
+            self._states.pop(request_id, None)
 
-    def _retire(self, request: Request, natural: bool = False) -> None:
-        self.scheduler.finish(request, natural)
-        group = self._requests.get(request.request_id, [])
-        if request in group:
-            group.remove(request)
-            if not group:
-                del self._requests[request.request_id]
+    def _finish_sample(self, request_id: str, index: int) -> None:
+        self._core.finish(request_id, index)
 
-    # --- looking after itself ------------------------------------------------------------------------------------
+    # --- looking at it, ending it --------------------------------------------------------------------------------
 
-    def fail_all(self, cause: Exception) -> list[Update]:
-        """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
-        updates = []
-        self._pipeline.waiting = None
-        for request in self.scheduler.requests():
-            updates.extend(self._fail(request, cause))
-        return updates
+    @property
+    def health(self) -> str:
+        """``ok``; ``degraded`` after bookkeeping failed once (it serves on); ``closed``; ``dead`` if a thread ended."""
+        if self._closing:
+            return "closed"
+        if not (self._loop_thread.is_alive() and self._output_thread.is_alive()):
+            return "dead"
+        return "degraded" if self._failure is not None else "ok"
 
-    def check(self) -> None:
-        """Raise if a cache invariant is broken or a block leaked."""
-        self.cache.check([request.table for request in self.scheduler.requests()])
+    def stats(self) -> EngineStats:
+        """A snapshot; counts may be from within a running step."""
+        return EngineStats.of(
+            self._core, self._prompt_tokens, self._generation_tokens, self._block_bytes, self.health
+        )
 
     def trim(self) -> int:
-        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks."""
-        self.cache.reset_prefixes()
-        blocks = self.cache.pool.free_uncached()
-        self.runner.give_back(blocks)
-        return len(blocks)
+        """Drop cached prefixes that nobody uses, give their memory back; returns the number of blocks."""
+        return self.call(self._core.trim)
 
-    def release(self) -> None:
-        """Let go of the model and its KV memory; the core is of no use afterwards."""
-        self._pipeline.close()
-        del self.runner
-        if self._masks is not None:
-            self._masks.shutdown()
+    def check(self) -> None:
+        """Raise if a block leaked or a cache invariant is broken."""
+        self.call(self._core.check)
 
-    def _usage(self) -> StepUsage:
-        requests = self.scheduler.requests()
-        blocks = self.cache.pool.num_used
-        size = self.cache.block_size
-        parts = self._pipeline.waiting.parts if self._pipeline.waiting is not None else ()
-        written = sum(part.count for part in parts if part.stands)  # by the step in flight
-        unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
-        logical = sum(r.num_computed for r in requests) + written
-        return StepUsage(blocks, blocks * size - unused, logical, len(self.scheduler.running))
+    def close(self) -> None:
+        """Give up this use of the engine; when nobody else in the process uses it, :meth:`shutdown` it."""
+        if not self._closing and self._on_release():
+            self.shutdown()
 
+    def shutdown(self) -> None:
+        """Abort what runs, end the threads, release the memory, whoever still uses it. Every waiter is woken."""
+        with self._wake:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._loop_thread:
+            self._loop_thread.join()
+        self._outbox.put(None)  # after the last updates of the loop
+        if threading.current_thread() not in (self._loop_thread, self._output_thread):
+            self._output_thread.join()
+        error = EngineClosedError("the engine was closed while the request ran")
+        for state in list(self._states.values()):
+            state.end("error", error)
+        self._states.clear()
+        self._core.release()
 
-def _told(request: Request, index: int, found: Hypothesis) -> list[Update]:
-    """A finished hypothesis as the updates that its tokens would have made."""
-    updates = [Update(request, index, Sampled(token)) for token in found.token_ids]
-    last = updates[-1]
-    ended = found.token_ids[-1] in request.stop_ids or len(found.token_ids) < request.max_tokens
-    last.finish_reason, last.beam = "stop" if ended else "length", found
-    if found.token_ids[-1] in (request.params.stop_token_ids or ()):
-        last.stop_reason = found.token_ids[-1]
-    return updates
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

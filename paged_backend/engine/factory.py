@@ -13,17 +13,17 @@ import torch
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
-from paged_backend.engine.async_engine import Engine
 from paged_backend.engine.chunking import chunk_cost
-from paged_backend.engine.engine import EngineCore
+from paged_backend.engine.core import EngineCore
+from paged_backend.engine.engine import Engine
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
+    from paged_backend.checkpoints.checkpoint import Checkpoint
     from paged_backend.kernels.base import Kernels
-    from paged_backend.models.checkpoint import Checkpoint
     from paged_backend.models.loading import LoadedModel
 
 logger = logging.getLogger("paged_backend")
@@ -113,7 +113,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
     """The model's tokenizer; None, said once, for a folder that brings none (token ids still work)."""
-    from paged_backend.tokenizer import load_tokenizer
+    from paged_backend.text.tokenizer import load_tokenizer
 
     source = config.tokenizer or checkpoint.tokenizer_source
     folder = Path(source)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from paged_backend.config import EngineConfig
-from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.engine import Engine
 from paged_backend.engine.factory import build_engine
 
 WEIGHT_OPTIONS = ("model", "device", "dtype", "kernels", "quantization")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_backend.engine.engine import EngineCore
+    from paged_backend.engine.core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)

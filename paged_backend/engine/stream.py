@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
-from paged_backend.engine.engine import Update
+from paged_backend.engine.core import Update
 from paged_backend.engine.output_processor import CompletionState, logprob_dict
 from paged_backend.errors import RequestAbortedError
 from paged_backend.outputs import Logprob, RequestMetrics, RequestOutput

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_backend.checkpoints.checkpoint import TensorSource
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
-from paged_backend.models.checkpoint import TensorSource
 from paged_backend.models.rope import RotaryEmbedding
 from paged_backend.models.spec import DecoderSpec
 

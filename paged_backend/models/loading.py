@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.base import Kernels
 from paged_backend.models.architectures import spec_from_config
-from paged_backend.models.checkpoint import Checkpoint, TensorSource
 from paged_backend.models.decoder import Decoder
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.tensors import fit
 
 if TYPE_CHECKING:
-    from paged_backend.models.gguf_quants import Expand
+    from paged_backend.checkpoints.gguf_quants import Expand
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
@@ -80,7 +80,7 @@ def build_model(
 def _through_transformers(
     config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, refusal: UnsupportedModelError
 ) -> LoadedModel:
-    from paged_backend.models.transformers_module import load_module
+    from paged_backend.models.transformers.module import load_module
 
     try:
         dtype = config.activation_dtype if config.through_triton else config.dtype
@@ -92,7 +92,7 @@ def _through_transformers(
 
 def module_model(config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, module: Any) -> LoadedModel:
     """A transformers module as a model to serve; it is taken over. Raises UnsupportedModelError."""
-    from paged_backend.models.transformers_model import TransformersModel
+    from paged_backend.models.transformers.model import TransformersModel
 
     model = TransformersModel(module, kernels)
     return _loaded(config, model, checkpoint, _context(config, model.spec, checkpoint))
@@ -127,7 +127,7 @@ def resolve_model(model: str) -> Path:
     if path.exists():
         return path.resolve()
     if model == "demo":
-        from paged_backend.models import gguf
+        from paged_backend.checkpoints import gguf
 
         return gguf.demo_path()
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")):
@@ -149,7 +149,7 @@ def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
     """
     path = Path(path)
     if path.suffix == ".gguf":
-        from paged_backend.models import gguf
+        from paged_backend.checkpoints import gguf
 
         return gguf.load_gguf(path, expand)
     if not path.exists():

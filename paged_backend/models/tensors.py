@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.errors import ModelLoadError
-from paged_backend.models.checkpoint import Checkpoint, TensorSource
 from paged_backend.models.spec import DecoderSpec
 
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_backend.runner.batch import SequenceSlice
+    from paged_backend.batch import SequenceSlice
     from paged_backend.runner.sampler import Sampled, SampleRow
 
 

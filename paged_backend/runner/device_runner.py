@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.batch import Batch, SequenceSlice
 from paged_backend.errors import DeviceLostError
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.base import Result, Runner, Work
-from paged_backend.runner.batch import Batch, SequenceSlice
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_rows import is_decode, penalty_columns, rows_of, sampled_of, sampling_columns

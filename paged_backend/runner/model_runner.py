@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paged_backend.batch import Batch
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Result, Runner, Work
-from paged_backend.runner.batch import Batch
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
 
 

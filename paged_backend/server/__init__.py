@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP server. ``paged-backend serve MODEL``, or :func:`paged_backend.server.app.create_app`."""
+"""OpenAI-compatible HTTP server. ``paged-backend serve MODEL``, or :func:`paged_backend.server.run.app.create_app`."""

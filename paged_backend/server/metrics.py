@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paged_backend.server.client import EngineClient
-from paged_backend.server.ticket import Ticket
+from paged_backend.remote.client import EngineClient
+from paged_backend.remote.job import Ticket
 
 PREFIX = "paged_backend:"
 _SECONDS = (

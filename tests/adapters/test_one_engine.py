@@ -13,12 +13,12 @@ pytest.importorskip("llguidance")
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import Document, PromptTemplate, SummaryIndex
-from paged_backend.adapters.engines import EngineUses
+
+from paged_backend import LLM, SamplingParams
+from paged_backend.adapters.common import EngineUses
 from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.adapters.langchain import PagedLLM as LangChainLLM
 from paged_backend.adapters.llama_index import PagedLLM as LlamaIndexLLM
-
-from paged_backend import LLM, SamplingParams
 from paged_backend.testing import CHATML, small_tokenizer
 
 CONTEXT = "The garden was founded in 1852 and has a ginkgo, a pond and a very long bench. " * 4

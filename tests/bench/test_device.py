@@ -23,7 +23,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     """The command line in a process of its own, where Triton compiles instead of interpreting."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "paged_backend.cli", "bench", *arguments],
+        [sys.executable, "-m", "paged_backend.cli.app", "bench", *arguments],
         env={**env, **environment},
         capture_output=True,
         text=True,
@@ -42,9 +42,8 @@ def test_without_a_gpu_the_benchmark_says_so_and_succeeds() -> None:
 def test_the_checks_pass_in_the_interpreter_and_notice_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench.device_checks import TINY, check_kernels
+    from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
     checks = list(check_kernels(kernels, TINY))
@@ -66,9 +65,8 @@ def test_the_checks_pass_in_the_interpreter_and_notice_a_wrong_result(
 
 @needs_triton
 def test_checks_get_the_same_inputs_every_time() -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench.device_checks import TINY, checks
+    from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
     named = dict(checks(kernels, TINY))
@@ -130,10 +128,9 @@ def test_of_some_dtypes_few_head_shapes_are_checked_and_what_is_left_out_is_note
 
 @needs_triton
 def test_a_check_that_costs_the_gpu_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench import device_checks
     from paged_backend.bench.device_report import Report
+    from paged_backend.kernels.triton.backend import TritonKernels
 
     def crash(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
@@ -149,10 +146,9 @@ def test_a_check_that_costs_the_gpu_ends_the_checks(monkeypatch: pytest.MonkeyPa
 
 @needs_triton
 def test_attention_is_timed_as_a_share_of_what_the_device_can_do() -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench.device_attention import measure_attention, measure_ceilings
     from paged_backend.bench.device_report import Report
+    from paged_backend.kernels.triton.backend import TritonKernels
 
     report = Report("interpreter")
     kernels = TritonKernels("cpu", "float32")
@@ -172,9 +168,8 @@ def test_attention_is_timed_as_a_share_of_what_the_device_can_do() -> None:
 
 @needs_triton
 def test_calls_go_round_more_memory_than_an_l2_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench.device_attention import time_attention
+    from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
     read: list[torch.Tensor] = []
@@ -222,7 +217,7 @@ def test_a_model_with_random_weights_is_measured() -> None:
 def scripted_engine() -> Any:
     """An engine without a model."""
     from paged_backend.config import EngineConfig
-    from paged_backend.engine.async_engine import Engine
+    from paged_backend.engine.engine import Engine
     from paged_backend.testing import scripted_core
 
     return Engine(scripted_core(prefix_caching=False), None, EngineConfig("scripted"))
@@ -230,9 +225,8 @@ def scripted_engine() -> Any:
 
 @needs_triton
 def test_what_steps_and_prompts_cost_at_least_is_counted_as_the_page_on_gpus_does() -> None:
-    from paged_backend.kernels.triton.backend import TritonKernels
-
     from paged_backend.bench.device_engine import prefill_work, random_checkpoint, weight_bytes
+    from paged_backend.kernels.triton.backend import TritonKernels
     from paged_backend.models.architectures import spec_from_config
     from paged_backend.models.decoder import Decoder
 
@@ -384,7 +378,7 @@ def test_a_spill_and_too_much_shared_memory_do_not_fit() -> None:
 def test_every_configuration_compiles_without_a_spill(tmp_path: Path, target: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "paged_backend.cli", "bench", "kernels", "--target", target],
+        [sys.executable, "-m", "paged_backend.cli.app", "bench", "kernels", "--target", target],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

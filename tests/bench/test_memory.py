@@ -16,7 +16,7 @@ from paged_backend.bench.arena import BuddyArena, FirstFitArena
 from paged_backend.bench.contiguous import PLACEMENTS, POLICIES, reservation, run_contiguous
 from paged_backend.bench.memory import CATEGORIES, run_paged
 from paged_backend.bench.traces import PRESETS, TraceRequest, make_trace, mean_lengths, read_trace
-from paged_backend.cli import app
+from paged_backend.cli.app import app
 
 CONTEXT, POOL = 256, 1000
 SMALL = {"pool_tokens": POOL, "context": CONTEXT, "max_num_seqs": 16, "max_num_batched_tokens": 64}

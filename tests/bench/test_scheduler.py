@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paged_backend.bench.scheduler import measure_overlap, measure_step
-from paged_backend.cli import app
+from paged_backend.cli.app import app
 
 
 @pytest.mark.parametrize("running", [1, 8, 40])

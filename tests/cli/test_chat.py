@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from paged_backend.cli import app
+from paged_backend.cli.app import app
 
 OPTIONS = ["--kernels", "reference", "--num-blocks", "256", "--max-model-len", "512"]
 GREEDY = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]

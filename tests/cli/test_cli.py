@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paged_backend import LLM, EngineConfig, SamplingParams, __version__
-from paged_backend.cli import app
-from paged_backend.commands.flags import ENGINE, SAMPLING
+from paged_backend.cli.app import app
+from paged_backend.cli.flags import ENGINE, SAMPLING
 
 OPTIONS = ["--kernels", "reference", "--num-blocks", "128", "--max-model-len", "1024"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paged_backend.cli import app
-from paged_backend.commands import doctor
+from paged_backend.cli import doctor
+from paged_backend.cli.app import app
 
 SECTIONS = ("versions", "extras", "cpu", "threads", "gpu", "kernels", "memory", "demo")
 

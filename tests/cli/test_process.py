@@ -20,7 +20,7 @@ def start(model, quiet_env):
 
     def call(command, *arguments, model=model):
         process = subprocess.Popen(
-            [sys.executable, "-m", "paged_backend.cli", command, str(model), *arguments, *OPTIONS],
+            [sys.executable, "-m", "paged_backend.cli.app", command, str(model), *arguments, *OPTIONS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -45,7 +45,7 @@ def start(model, quiet_env):
 def test_help_and_usage_errors_import_neither_torch_nor_transformers(arguments, quiet_env):
     code = (
         "import sys\n"
-        "from paged_backend.cli import main\n"
+        "from paged_backend.cli.app import main\n"
         f"sys.argv = ['paged-backend', *{arguments!r}]\n"
         "try:\n    main()\n"
         "except SystemExit:\n    pass\n"

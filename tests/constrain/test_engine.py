@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("llguidance")
 
 from paged_backend.config import EngineConfig
-from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.engine import Engine
 from paged_backend.errors import RequestFailedError, RequestRejectedError
 from paged_backend.runner.base import Result
 from paged_backend.runner.sampler import Sampler

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from paged_backend.adapters.huggingface import PagedModelForCausalLM
 
 VOCAB = 101

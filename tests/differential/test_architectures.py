@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paged_backend.adapters.huggingface import accelerate
 
 from paged_backend import get_engine
+from paged_backend.adapters.huggingface import accelerate
 from paged_backend.errors import UnsupportedModelError
 
 VOCAB = 101

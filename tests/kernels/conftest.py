@@ -9,6 +9,7 @@ from pathlib import Path
 import arm_emulator
 import pytest
 import torch
+
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, build
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
 from paged_backend.kernels.cpu.arena import Arena
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
 

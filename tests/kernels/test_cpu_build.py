@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paged_backend.kernels.cpu import build as build_module
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.cpu.build import KernelBuildError, build

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from paged_backend.kernels.cpu.backend import CpuKernels
 
 # N not a multiple of a panel, K odd, one panel exactly, more than one row block

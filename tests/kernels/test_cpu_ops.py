@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+
 from paged_backend.kernels.base import LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
 

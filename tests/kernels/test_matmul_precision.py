@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_backend.kernels.cpu.backend import CpuKernels
 
 from paged_backend.config import EngineConfig
+from paged_backend.kernels.cpu.backend import CpuKernels
 
 BITS = {"highest": 24, "high": 16, "medium": 8}
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from paged_backend.kernels.base import AttentionInputs, LayerCache, PackedLinear
 from paged_backend.kernels.reference import ReferenceKernels
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
+from triton.runtime.interpreter import interpreter_builder
+
 from paged_backend.kernels.triton import launch
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
-from triton.runtime.interpreter import interpreter_builder
 
 Pick = tuple[int, int, int]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

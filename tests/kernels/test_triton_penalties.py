@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'
 
 from paged_backend.kernels.triton.backend import TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
-
 from paged_backend.runner.sampler import SampleRow, _process
 from paged_backend.sampling_params import SamplingParams
 

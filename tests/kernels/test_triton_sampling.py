@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
 from paged_backend.kernels.triton.backend import TritonKernels
-
 from paged_backend.runner.sampler import Sampler, SampleRow, uniform
 from paged_backend.sampling_params import SamplingParams
 

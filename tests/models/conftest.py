@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_backend.kernels.reference import ReferenceKernels
 from torch import Tensor
 
+from paged_backend.batch import Batch, SequenceSlice
 from paged_backend.config import EngineConfig
+from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.models.loading import LoadedModel, load_model
-from paged_backend.runner.batch import Batch, SequenceSlice
 
 BLOCK = 4
 

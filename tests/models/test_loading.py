@@ -9,11 +9,11 @@ import shutil
 import pytest
 import torch
 import transformers as hf
-from paged_backend.kernels.reference import ReferenceKernels
 from safetensors.torch import load_file, save_file
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError
+from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.models.loading import load_checkpoint, load_model, resolve_model
 
 SMALL = {

@@ -14,12 +14,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
+from paged_backend.batch import SequenceSlice
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
-
 from paged_backend.runner import device_memory
 from paged_backend.runner.base import Work, drawn_by
-from paged_backend.runner.batch import SequenceSlice
 from paged_backend.runner.decode_graphs import DecodeGraphs, graph_context, graph_rows, padded
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_runner import DeviceRunner

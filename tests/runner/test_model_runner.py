@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from paged_backend.kernels.reference import ReferenceKernels
 
 from paged_backend.config import EngineConfig
+from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.runner.model_runner import ModelRunner
 
 SPEC: Any = SimpleNamespace(vocab_size=10, num_layers=2, num_kv_heads=3, head_dim=64)

@@ -17,7 +17,7 @@ import httpx2 as httpx
 import openai
 from waiting import wait_until
 
-from paged_backend.engine.async_engine import Engine
+from paged_backend.engine.engine import Engine
 from paged_backend.testing import StepGate
 
 
@@ -26,9 +26,9 @@ class RunningServer:
 
     def __init__(self, engine_options: dict[str, Any], server_options: dict[str, Any], **given: Any) -> None:
         from paged_backend.config import EngineConfig
-        from paged_backend.server.app import create_app
         from paged_backend.server.config import ServerConfig
-        from paged_backend.server.serve import Connections, DrainingServer, uvicorn_config
+        from paged_backend.server.run.app import create_app
+        from paged_backend.server.run.serve import Connections, DrainingServer, uvicorn_config
 
         config = ServerConfig(port=0, **server_options)
         connections = Connections()

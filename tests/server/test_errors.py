@@ -142,7 +142,7 @@ json_values = st.recursive(
 
 def bodies(server):
     """Objects of known fields with values of any kind, among them some that are right."""
-    from paged_backend.server import schema
+    from paged_backend.server.wire import schema
 
     fields = sorted(
         {

@@ -10,9 +10,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from paged_backend.server.auth import ApiKeys, collect_keys
+from paged_backend.logs import LogFormat
 from paged_backend.server.config import ServerConfig
-from paged_backend.server.logs import LogFormat
+from paged_backend.server.run.auth import ApiKeys, collect_keys
 
 HELLO = [{"role": "user", "content": "hi"}]
 LONG = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}

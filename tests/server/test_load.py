@@ -28,7 +28,7 @@ def served(tiny_model, until, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "paged_backend.cli",
+        "paged_backend.cli.app",
         "serve",
         tiny_model,
         "--port",

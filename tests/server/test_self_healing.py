@@ -182,7 +182,7 @@ def test_prompt_logprobs_and_echo_survive(process_server):
 def test_a_model_that_cannot_be_opened_ends_the_start_with_its_reason(tmp_path):
     from paged_backend.config import EngineConfig
     from paged_backend.errors import ModelLoadError
-    from paged_backend.server.links import ProcessLink
+    from paged_backend.remote.transports import ProcessLink
 
     async def main() -> None:
         link = ProcessLink(EngineConfig(str(tmp_path / "nothing.gguf")))
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_opened_ends_the_start_with_its_reason(tmp_path):
 
 def test_an_engine_process_that_dies_at_its_start_is_an_error():
     from paged_backend.config import EngineConfig
-    from paged_backend.server.links import EngineLostError, ProcessLink
+    from paged_backend.remote.transports import EngineLostError, ProcessLink
 
     async def main() -> None:
         link = ProcessLink(EngineConfig("x"), (sys.executable, "-c", "import sys; sys.exit(3)"))

@@ -8,11 +8,11 @@ import pytest
 
 from paged_backend.errors import EngineClosedError, RequestFailedError, RequestRejectedError
 from paged_backend.outputs import CompletionOutput
+from paged_backend.remote.client import EngineClient, QueueFullError
+from paged_backend.remote.protocol import output_to_wire, pack, params_from_wire, params_to_wire, unpack
+from paged_backend.remote.supervisor import Supervisor
+from paged_backend.remote.transports import EngineLostError
 from paged_backend.sampling_params import BeamSearch, RequestOutputKind, SamplingParams
-from paged_backend.server.client import EngineClient, QueueFullError
-from paged_backend.server.links import EngineLostError
-from paged_backend.server.protocol import output_to_wire, pack, params_from_wire, params_to_wire, unpack
-from paged_backend.server.supervisor import Supervisor
 
 STATS = {"num_running": 0, "num_waiting": 0, "num_steps": 0, "health": "ok"}
 HELLO = {"max_model_len": 100, "max_num_seqs": 4, "stats": STATS}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged_backend.adapters.huggingface import PagedModelForCausalLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from paged_backend.adapters.huggingface import PagedModelForCausalLM
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"

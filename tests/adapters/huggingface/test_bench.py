@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paged_backend.commands.bench import app
+from paged_backend.cli.bench import app
 
 pytestmark = pytest.mark.slow
 

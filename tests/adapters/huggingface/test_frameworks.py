@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from paged_backend.adapters.huggingface import accelerate, pipeline
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged_backend.adapters.huggingface import PagedModelForCausalLM, accelerate
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from paged_backend import get_engine
+from paged_backend.adapters.huggingface import PagedModelForCausalLM, accelerate
 from paged_backend.errors import EngineClosedError, ModelLoadError, UnsupportedModelError
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paged_backend.adapters.huggingface import PagedTextGenerationPipeline, pipeline
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, TextStreamer
+
+from paged_backend.adapters.huggingface import PagedTextGenerationPipeline, pipeline
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 CHAT = [{"role": "user", "content": "the cat?"}]

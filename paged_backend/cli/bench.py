@@ -1,0 +1,245 @@
+"""``paged-backend bench``: what the engine's parts cost, measured."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paged_backend.bench.commands import register
+from paged_backend.bench.comparisons import Plot
+from paged_backend.bench.device_commands import register as register_device
+from paged_backend.cli.common import complain, orderly
+from paged_backend.cli.flags import checked_config, with_flags
+from paged_backend.cli.help import HeadedCommand
+
+if TYPE_CHECKING:
+    from paged_backend.bench.memory import MemoryRun
+    from paged_backend.bench.traces import TraceRequest
+
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True, rich_markup_mode=None)
+register(app)
+register_device(app)
+
+PAPER_POOL = 15728
+"""Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""
+
+
+@app.command("memory", cls=HeadedCommand)
+@with_flags("engine")
+def memory(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Run our side on this model. Default: follow the lengths only, without a model."),
+    ] = None,
+    trace: Annotated[
+        str, typer.Option(help="sharegpt, alpaca, or a JSONL file with prompt_tokens and output_tokens.")
+    ] = "sharegpt",
+    requests: Annotated[int, typer.Option(help="Requests in a preset's trace.")] = 256,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Arrivals per step (Poisson). Default: all are there at the start."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
+    pool_tokens: Annotated[
+        int, typer.Option(help="KV pool in tokens, the same for every allocator.")
+    ] = PAPER_POOL,
+    context: Annotated[int, typer.Option(help="Longest prompt + output; what 'max' reserves.")] = 2048,
+    placement: Annotated[
+        str, typer.Option(help="How contiguous allocators place: buddy (the paper's) or first-fit.")
+    ] = "buddy",
+    json: Annotated[Path | None, typer.Option(help="Write the figures, step by step, to this file.")] = None,
+    plot: Plot = None,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """KV memory under one trace: ours, and contiguous reservation (max, power of two, oracle)."""
+    for name in ("num_blocks", "kv_cache_memory", "max_model_len", "tokenizer", "enable_prefix_caching"):
+        if name in engine:
+            raise typer.BadParameter(
+                f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context"
+            )
+    checked_config(model or "none", engine)
+    from paged_backend.bench.contiguous import PLACEMENTS, POLICIES, run_contiguous
+    from paged_backend.bench.memory import run_paged
+    from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
+    from paged_backend.errors import PagedBackendError
+
+    if placement not in PLACEMENTS:
+        raise typer.BadParameter(f"--placement must be {' or '.join(PLACEMENTS)}, got {placement!r}")
+    budget = {
+        "max_num_seqs": engine.get("max_num_seqs", 256),
+        "max_num_batched_tokens": engine.get("max_num_batched_tokens", 512),
+    }
+    block_size = engine.get("block_size", 16)
+    try:
+        if trace in PRESETS:
+            requests_made = make_trace(trace, requests, seed, rate, context)
+        else:
+            requests_made = read_trace(Path(trace), seed, rate, context)
+        extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
+        runs = [
+            run_paged(
+                requests_made,
+                pool_tokens=pool_tokens,
+                block_size=block_size,
+                context=context,
+                **budget,
+                **extra,
+            )
+        ]
+        for policy in POLICIES:
+            runs.append(
+                run_contiguous(
+                    requests_made,
+                    policy,
+                    pool_tokens=pool_tokens,
+                    placement=placement,
+                    context=context,
+                    **budget,
+                )
+            )
+        mean_in, mean_out = mean_lengths(requests_made)
+        title = (
+            f"{len(requests_made)} requests ({trace}, mean {mean_in:.0f} in / {mean_out:.0f} out), "
+            f"{pool_tokens} KV slots, block size {block_size}, {placement} placement"
+        )
+        typer.echo(f"{title}\n\n{_table(runs)}")
+        if json is not None:
+            json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
+        if plot is not None:
+            from paged_backend.bench.plot import plot_memory
+
+            plot_memory(runs, plot, title)
+    except (PagedBackendError, ValueError, OSError) as error:
+        complain(str(error))
+        raise typer.Exit(1) from error
+
+
+def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
+    """A real model under our side of the comparison."""
+    from paged_backend.config import EngineConfig
+    from paged_backend.engine.factory import kernels_for, make_runner, sliding_window
+    from paged_backend.models.loading import load_model
+
+    config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
+    kernels = kernels_for(config)
+    loaded = load_model(config, kernels)
+    runner = make_runner(config, kernels, loaded, num_blocks)
+    return {"model": runner, "window": sliding_window(loaded.spec)}
+
+
+def _table(runs: Sequence[MemoryRun]) -> str:
+    from paged_backend.bench.memory import CATEGORIES
+
+    columns = ["", *CATEGORIES, "waste", "running", "peak", "steps", "preempted", "computed"]
+    rows = [columns]
+    for run in runs:
+        shares = run.shares()
+        rows.append(
+            [
+                run.name,
+                *(f"{shares[name]:.1%}" for name in CATEGORIES),
+                f"{run.waste:.1%}",
+                f"{run.mean_running:.1f}",
+                str(run.peak_running),
+                str(len(run.samples)),
+                str(run.preemptions),
+                str(run.computed_tokens),
+            ]
+        )
+    notes = [
+        "",
+        "tokens .. unallocated: average share of the pool while requests wait (they add up to 100 %).",
+        "waste: share of the allocated slots that hold no token. running, peak: requests at once. computed: tokens",
+        "run through the model, recomputation after preemption included.",
+    ]
+    if not runs[0].saturated:
+        notes.insert(
+            1, "Nobody ever waited: averages are over all steps. Raise --rate or lower --pool-tokens."
+        )
+    return aligned(rows) + "\n".join(notes)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a plain text table, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_data(title: str, trace: Sequence[TraceRequest], runs: Sequence[MemoryRun]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    samples = {run.name: [asdict(sample) for sample in run.samples] for run in runs}
+    return {
+        "title": title,
+        "trace": [asdict(request) for request in trace],
+        "runs": [{**run.summary(), "samples": samples[run.name]} for run in runs],
+    }
+
+
+@app.command("scheduler")
+def scheduler(
+    running: Annotated[
+        list[int] | None,
+        typer.Option(help="Running requests; may be repeated. Default: 1, 8 and 64."),
+    ] = None,
+    waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 200,
+    device_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: how long a step lasts on a device that computes so long for it, with the next one launched "
+            "when it is done and before."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Microseconds that scheduler and cache take per decode step (median), without a model."""
+    from dataclasses import asdict
+
+    from paged_backend.bench.scheduler import measure_overlap, measure_step
+
+    if device_ms is not None:
+        if waiting:
+            raise typer.BadParameter("--waiting is not for --device-ms")
+        try:
+            times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if json:
+            typer.echo(json_module.dumps([asdict(found) for found in times]))
+            return
+        rows = [["running", "device", "in turn", "ahead"]]
+        rows += [
+            [str(t.running), *(f"{value:.0f}" for value in (t.device, t.in_turn, t.ahead))] for t in times
+        ]
+        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+        return
+
+    try:
+        costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_module.dumps([{**asdict(cost), "total": cost.total} for cost in costs]))
+        return
+    rows = [["running", "waiting", "schedule", "build", "commit", "total"]]
+    for cost in costs:
+        figures = (cost.schedule, cost.build, cost.commit, cost.total)
+        rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
+    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+
+
+for command in app.registered_commands:
+    if command.callback is not None:
+        command.callback = orderly(command.callback)

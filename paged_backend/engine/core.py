@@ -1,0 +1,324 @@
+"""EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
+
+A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
+computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for
+the host. What fails, fails alone (see ``pipeline``): KV writes are idempotent, and nothing is published or appended
+before a step has succeeded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from paged_backend.cache.manager import CacheManager
+from paged_backend.engine.beam_search import BeamGroup, Hypothesis
+from paged_backend.engine.in_flight import Flight, Part
+from paged_backend.engine.limits import Door
+from paged_backend.engine.request import Request, Status
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.stats import StepUsage, UsageMeter
+from paged_backend.engine.step_queue import Pipeline
+from paged_backend.errors import RequestFailedError
+from paged_backend.runner.base import Result, Runner
+from paged_backend.runner.sampler import Sampled
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step did for one sequence: a token, an end, or both.
+
+    index: which of the request's outputs it belongs to. beam: given with the last token of a hypothesis.
+    """
+
+    request: Request
+    index: int
+    sampled: Sampled | None = None
+    prompt_logprobs: Sequence[Sampled] = ()
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: Exception | None = None
+    beam: Hypothesis | None = None
+
+
+class EngineCore:
+    """max_model_len: longest prompt + output. always_check: run :meth:`check` after every step (tests do)."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CacheManager,
+        scheduler: Scheduler,
+        max_model_len: int,
+        always_check: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.scheduler = scheduler
+        self.door = Door(
+            cache,
+            runner.vocab_size,
+            max_model_len,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+        )
+        self.always_check = always_check
+        self.usage = UsageMeter(cache.block_size)
+        self.num_steps = 0
+        self._requests: dict[str, list[Request]] = {}
+        self._masks: ThreadPoolExecutor | None = None
+        self._pipeline = Pipeline(runner, cache)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that the door has let pass."""
+        self._requests.setdefault(request.request_id, []).append(request)
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, index: int | None = None) -> list[Request]:
+        """Take out a request, or one of its n samples, in whatever state; its blocks are free at once."""
+        ended = []
+        for request in list(self._requests.get(request_id, ())):
+            if index is None or (request.index == index and request.seats == 1 and request.group is None):
+                self._retire(request, natural=index is not None)
+                ended.append(request)
+        return ended
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that had to be run again, request by request."""
+        return self._pipeline.num_failed
+
+    @property
+    def has_work(self) -> bool:
+        return self._pipeline.waiting is not None or self.scheduler.has_work
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Finish one step and return what it did, in batch order. Empty if there was nothing to do.
+
+        Raises DeviceLostError, and what is a fault of the bookkeeping itself.
+        """
+        if self._pipeline.waiting is None:
+            self._launch()
+        flight = self._pipeline.take()
+        if flight is None:
+            return []
+        if self._pipeline.can_go_on(flight):
+            flight.assume()
+            self._launch()
+        updates = self._land(flight)
+        self.usage.add(self._usage())
+        if self.always_check:
+            self.check()
+        return updates
+
+    def _launch(self) -> None:
+        """Schedule a step and give it to the runner, if there is anything to do."""
+        picked = self.scheduler.schedule()
+        if not picked:
+            return
+        now = time.monotonic()
+        for request in self.scheduler.stats.last_admitted:
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+        flight = Flight(picked, self.cache.take_copies())
+        self._prepare_masks(picked)
+        self._pipeline.launch(flight)
+
+    def _land(self, flight: Flight) -> list[Update]:
+        """Wait for a step and take up its results."""
+        results = self._pipeline.results(flight)
+        self.num_steps += 1
+        now = time.monotonic()
+        updates: list[Update] = []
+        complete: list[Request] = []  # beams that were the last of their group to make a proposal
+        for part, result in zip(flight.parts, results):
+            if part.request.status is Status.FINISHED or result is None:
+                continue  # aborted, ended by the step before, or another beam of its group has failed in this one
+            if isinstance(result, Exception):
+                updates.extend(self._fail(part.request, result))
+            else:
+                flight.settle(part)
+                self._advance(part, result, now, updates, complete)
+        for request in complete:
+            if request.group is not None and request.status is not Status.FINISHED:
+                self._branch(request, request.group, now, updates)
+        return updates
+
+    def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
+        """Let grammars fill their masks in a thread of their own while the model computes."""
+        for request, count in picked:
+            if request.constraint is not None and count == request.num_pending:
+                if self._masks is None:
+                    self._masks = ThreadPoolExecutor(1, "paged_backend-masks")
+                request.constraint.prepare(self._masks)
+
+    def _advance(
+        self, part: Part, result: Result, now: float, updates: list[Update], complete: list[Request]
+    ) -> None:
+        request, (first, end) = part.request, part.scored
+        request.num_scored = max(request.num_scored, end)
+        # less than the part's end where the step behind this one took blocks away
+        self.cache.commit(request.table, request.token_ids, min(part.end, request.num_computed))
+        if not result.sampled:
+            if end > first:
+                updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
+            return
+        if request.group is not None:
+            if self._propose(request, result.sampled[0], updates):
+                complete.append(request)
+            return
+        members = [request]
+        for i in range(1, request.seats):
+            members.append(self.scheduler.fork(request, i))
+        self._requests[request.request_id].extend(members[1:])
+        for member, sampled in zip(members, result.sampled):
+            if isinstance(sampled, Exception):
+                updates.extend(self._fail(member, sampled))
+                continue
+            update = Update(
+                member, member.index, sampled, result.prompt_logprobs if member is request else ()
+            )
+            try:
+                self._append(member, sampled.token_id, now, update)
+            except Exception as error:  # from its grammar or one of its stop criteria
+                update = self._fail(member, error)[0]
+            updates.append(update)
+
+    def _append(self, request: Request, token: int, now: float, update: Update) -> None:
+        request.token_ids.append(token)
+        metrics = request.metrics
+        metrics.last_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        constraint = request.constraint
+        if constraint is not None:
+            constraint.advance(token)
+        if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
+            update.finish_reason = "stop"
+            update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+        elif constraint is not None and constraint.ended:
+            update.finish_reason = "stop"
+        elif request.num_output_tokens >= request.max_tokens:
+            update.finish_reason = "length"
+        if request.params.stop_criteria and request.stops(request.output_token_ids):
+            update.finish_reason = "stop"
+        if update.finish_reason is not None:
+            metrics.finished_time = now
+            self._retire(request, natural=True)
+
+    def _fail(self, request: Request, cause: Exception) -> list[Update]:
+        error = RequestFailedError(f"request {request.request_id} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        if request.group is None:
+            self._retire(request)
+            return [Update(request, request.index, finish_reason="error", error=error)]
+        for member in list(self._requests.get(request.request_id, ())):
+            self._retire(member)
+        return [Update(request, i, finish_reason="error", error=error) for i in range(request.params.n)]
+
+    # --- beam search ---------------------------------------------------------------------------------------------
+
+    def _propose(self, request: Request, sampled: Sampled | Exception, updates: list[Update]) -> bool:
+        """Take a beam's continuations; True if it was the last of its group to give them."""
+        if isinstance(sampled, Exception):
+            updates.extend(self._fail(request, sampled))
+        elif request.group is not None:
+            return request.group.propose(request.index, sampled.top or ())
+        return False
+
+    def _branch(self, request: Request, group: BeamGroup, now: float, updates: list[Update]) -> None:
+        """Move a group on. Comes after the step, when all that was computed of its beams is accounted for."""
+        try:
+            picks = group.advance()
+        except Exception as error:  # from a stop criterion
+            updates.extend(self._fail(request, error))
+            return
+        beams = sorted(self._requests[request.request_id], key=lambda beam: beam.index)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        if group.done:
+            request.metrics.last_token_time = request.metrics.finished_time = now
+            for i, found in enumerate(group.best(request.params.n)):
+                updates.extend(_told(request, i, found))
+            for beam in beams:
+                self._retire(beam, natural=beam is request)
+            return
+        children: list[Request] = []
+        taken: set[int] = set()
+        for number, pick in enumerate(
+            picks
+        ):  # every fork comes before any append: it takes over the beam's tokens
+            parent = beams[pick.parent]
+            child = parent if pick.parent not in taken else self.scheduler.fork(parent, number)
+            taken.add(pick.parent)
+            children.append(child)
+        self._requests[request.request_id] = children
+        for number, (child, pick) in enumerate(zip(children, picks)):
+            child.index, child.seats = number, 1
+            child.token_ids.append(pick.token_id)
+        for number, beam in enumerate(beams):
+            if number not in taken:
+                self.scheduler.finish(beam)
+
+    def _retire(self, request: Request, natural: bool = False) -> None:
+        self.scheduler.finish(request, natural)
+        group = self._requests.get(request.request_id, [])
+        if request in group:
+            group.remove(request)
+            if not group:
+                del self._requests[request.request_id]
+
+    # --- looking after itself ------------------------------------------------------------------------------------
+
+    def fail_all(self, cause: Exception) -> list[Update]:
+        """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
+        updates = []
+        self._pipeline.waiting = None
+        for request in self.scheduler.requests():
+            updates.extend(self._fail(request, cause))
+        return updates
+
+    def check(self) -> None:
+        """Raise if a cache invariant is broken or a block leaked."""
+        self.cache.check([request.table for request in self.scheduler.requests()])
+
+    def trim(self) -> int:
+        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks."""
+        self.cache.reset_prefixes()
+        blocks = self.cache.pool.free_uncached()
+        self.runner.give_back(blocks)
+        return len(blocks)
+
+    def release(self) -> None:
+        """Let go of the model and its KV memory; the core is of no use afterwards."""
+        self._pipeline.close()
+        del self.runner
+        if self._masks is not None:
+            self._masks.shutdown()
+
+    def _usage(self) -> StepUsage:
+        requests = self.scheduler.requests()
+        blocks = self.cache.pool.num_used
+        size = self.cache.block_size
+        parts = self._pipeline.waiting.parts if self._pipeline.waiting is not None else ()
+        written = sum(part.count for part in parts if part.stands)  # by the step in flight
+        unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
+        logical = sum(r.num_computed for r in requests) + written
+        return StepUsage(blocks, blocks * size - unused, logical, len(self.scheduler.running))
+
+
+def _told(request: Request, index: int, found: Hypothesis) -> list[Update]:
+    """A finished hypothesis as the updates that its tokens would have made."""
+    updates = [Update(request, index, Sampled(token)) for token in found.token_ids]
+    last = updates[-1]
+    ended = found.token_ids[-1] in request.stop_ids or len(found.token_ids) < request.max_tokens
+    last.finish_reason, last.beam = "stop" if ended else "length", found
+    if found.token_ids[-1] in (request.params.stop_token_ids or ()):
+        last.stop_reason = found.token_ids[-1]
+    return updates

@@ -1,0 +1,1 @@
+"""Models through transformers' own modules, attention excepted."""

@@ -1,0 +1,109 @@
+"""Modules of transformers: made from a checkpoint, or shared with whoever holds one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged_backend.checkpoints.checkpoint import Checkpoint
+from paged_backend.errors import ModelLoadError, UnsupportedModelError
+
+_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None) -> Any:
+    """The transformers module of a checkpoint; float32 weights stay views of its memory-mapped file.
+
+    dtype: ``auto`` (float32), ``float32``, ``bfloat16`` or ``float16``, which is also the precision of its arithmetic.
+    config: a transformers config to use instead of the checkpoint's own. Raises UnsupportedModelError if
+    transformers has no such causal language model, ModelLoadError if the tensors do not fit it.
+    """
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{dtype} weights are for natively supported architectures; use {list(_DTYPES)}"
+        )
+    model_class = module_class(checkpoint)
+    if config is None:
+        config = model_class.config_class.from_dict(dict(checkpoint.config))
+    state = {name: read() for name, read in checkpoint.tensors.items()}
+    with _quiet():
+        module, info = model_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=_DTYPES[dtype], output_loading_info=True
+        )
+    for kind, what in (
+        ("missing_keys", "lacks tensor"),
+        ("unexpected_keys", "has no use for tensor"),
+        ("mismatched_keys", "has another shape than its config asks for in tensor"),
+    ):
+        names = sorted(map(str, info[kind]))
+        if names:
+            raise ModelLoadError(f"{checkpoint.path} {what} {names[0]!r} ({model_class.__name__})")
+    return module.eval()
+
+
+def module_class(checkpoint: Checkpoint) -> Any:
+    """transformers' class for a checkpoint. Raises UnsupportedModelError."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    config = checkpoint.config
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(f"{checkpoint.path} is quantized in a way that is not supported here")
+    named = (config.get("architectures") or [None])[0] or NAMES.get(config.get("model_type") or "")
+    known = {name for entry in NAMES.values() for name in ([entry] if isinstance(entry, str) else entry)}
+    if named not in known:
+        raise UnsupportedModelError(
+            f"architecture {named!r} is neither supported natively nor a causal language model of "
+            f"transformers {transformers.__version__}"
+        )
+    return getattr(transformers, named)
+
+
+def share(module: nn.Module) -> Any:
+    """A second module object over the very same parameters and buffers, with a config of its own.
+
+    The engine's settings and its thread then cannot disturb whoever uses ``module``.
+    """
+    configs: dict[int, Any] = {}
+
+    def clone(part: nn.Module) -> nn.Module:
+        if hasattr(part, "_hf_hook"):
+            raise UnsupportedModelError(
+                "the module's weights are dispatched by accelerate hooks (device_map)"
+            )
+        twin = part.__class__.__new__(part.__class__)
+        twin.__dict__.update(part.__dict__)
+        twin._parameters, twin._buffers = dict(part._parameters), dict(part._buffers)
+        if "config" in part.__dict__:
+            config = part.__dict__["config"]
+            twin.__dict__["config"] = configs.setdefault(id(config), copy.deepcopy(config))
+        twin._modules = {
+            name: None if child is None else clone(child) for name, child in part._modules.items()
+        }
+        return twin
+
+    return clone(module)
+
+
+class _quiet:
+    """transformers draws a progress bar for every load; this hides it."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *exc: object) -> None:
+        from transformers.utils import logging
+
+        if self._shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Running the application: what stands before its routes, the port, the process."""

@@ -1,0 +1,236 @@
+"""Bodies of requests. A field that is not listed here is refused by name, never ignored.
+
+Names and defaults are OpenAI's, those of extensions vLLM's. ``null`` means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from paged_backend.server.wire.errors import ApiError
+
+Model = TypeVar("Model", bound=BaseModel)
+SEED_LIMIT = 1 << 63
+MAX_ID = 1 << 40
+TokenIds = list[Annotated[int, Field(ge=0, le=MAX_ID)]]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Padding against eavesdroppers; not offered."
+    )
+
+
+class Labels(Body):
+    """Fields that say something about a request and nothing about its result."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = Field(
+        None, description="Prefixes are always cached, and found by their tokens."
+    )
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+
+
+class Sampling(Labels):
+    """Sampling, which ``SamplingParams`` explains and checks."""
+
+    model: str | None = Field(
+        None, description="As in /v1/models; may be left out, as a server has one model."
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_ID)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int | None = Field(None, ge=-MAX_ID, le=MAX_ID)
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, json_object, regex, choice and grammar."
+    )
+    use_beam_search: bool | None = Field(None, description="n beams, or as many as num_beams says.")
+    num_beams: int | None = Field(None, ge=2, le=128)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_ID, description="Keep so many tokens of a longer prompt; -1: what fits."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where it is cut; left by default."
+    )
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='Tokens of logprobs are "token_id:N".')
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared only with requests of equal salt.",
+    )
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
+
+
+class CompletionRequest(Sampling):
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="16 by default; 0 only with echo.")
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: Literal[1] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class Templating(Body):
+    """How messages become a prompt."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = Field(None, description="Handed to a chat template that knows it.")
+
+
+class ChatRequest(Sampling, Templating):
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_ID, description="By default as much as the context leaves."
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class ResponsesRequest(Sampling):
+    """One answer: the fields of several, of prompts and of token ids are not for this route."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MAX_ID, description="By default what the context leaves."
+    )
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """Text or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool | None = None
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+def body_of(*models: type[BaseModel]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads one of ``models``."""
+    refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """The request's body as a ``model``. Raises :class:`ApiError` 415 or 400, the latter naming the first bad field."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"the body must be application/json, got {kind or 'no content type'}",
+            code="unsupported_media_type",
+        )
+    raw = await request.body()
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate({name: value for name, value in data.items() if value is not None})
+    except ValidationError as error:
+        raise _explained(error, model) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _explained(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    import difflib
+
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    place = [str(part) for part in first["loc"]]
+    name = place[0] if place else None
+    if first["type"] == "extra_forbidden":
+        path = ".".join(place)
+        near = difflib.get_close_matches(place[-1], list(model.model_fields), 1) if len(place) == 1 else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return ApiError(
+            400, f"unknown or unsupported field {path!r}{hint}", param=path, code="unsupported_parameter"
+        )
+    if first["type"] == "missing":
+        return ApiError(
+            400, f"field {'.'.join(place)!r} is required", param=name, code="missing_required_parameter"
+        )
+    what = first["msg"][:1].lower() + first["msg"][1:]
+    return ApiError(400, f"{name}: {what}", param=name, code="invalid_value")

@@ -1,0 +1,222 @@
+"""Tokenizer: text and messages to ids and back, straight on the ``tokenizers`` library.
+
+transformers takes seconds to import and is only asked where a model brings no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paged_backend.errors import RequestRejectedError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from paged_backend.checkpoints.checkpoint import Checkpoint
+    from paged_backend.text.chat_template import ChatTemplate
+
+_LONG_TEXT = 2000  # characters; takes about a millisecond to encode
+_MAX_TEMPLATES = 16  # compiled templates kept; callers may pass one of their own with each request
+
+
+class Tokenizer:
+    """The tokenizer of one model. Safe to use from several threads.
+
+    backend: the ``tokenizers.Tokenizer`` that does the work. Padding and truncation are switched off: an
+    engine never
+        wants a prompt cut or filled silently.
+    named: ``bos_token``, ``eos_token``, ... -> text, also visible to chat templates.
+    templates: chat templates by name; ``default`` is the usual one, ``tool_use`` is taken when tools are
+    given. source: where it came from, for messages.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        source: str = "this tokenizer",
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.source = source
+        self.templates = dict(templates or {})
+        self.named_tokens = dict(named or {})
+        added = backend.get_added_tokens_decoder()
+        special = {index for index, token in added.items() if token.special}
+        special |= {i for i in map(backend.token_to_id, self.named_tokens.values()) if i is not None}
+        self.special_ids = frozenset(special)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``. With ``add_special_tokens`` bos and eos as the model's own settings say; special
+        tokens written out in ``text`` become their ids either way."""
+        text = _as_text(text)
+        if len(text) > _LONG_TEXT:  # only the batch calls let other Python threads run meanwhile
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """``encode`` for many texts at once, on all cores."""
+        found = self.backend.encode_batch_fast(
+            [_as_text(t) for t in texts], add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in found]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``, with no clean-up of spaces. Unknown ids yield nothing, broken UTF-8 yields
+        U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, index: int) -> str | None:
+        """The vocabulary's spelling of an id, None if there is none."""
+        return self.backend.id_to_token(index) if index >= 0 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, None if the model has none."""
+        return self.templates.get("default")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text for ``messages``.
+
+        tools: JSON schemas or documented functions. add_generation_prompt: open the assistant's turn; by
+        default yes, unless ``continue_final_message`` asks to go on with the last message. chat_template: a
+        template, or the name of one of the model's. kwargs are handed to the template. Raises
+        ``RequestRejectedError``.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestRejectedError("give add_generation_prompt or continue_final_message, not both")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        template = self._template(self._choose(chat_template, bool(tools)))
+        return template.render(
+            messages,
+            tools or None,
+            add_generation_prompt,
+            continue_final_message,
+            **{**self.named_tokens, **kwargs},
+        )
+
+    def encode_chat(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
+        """Ids of ``apply_chat_template(messages, **kwargs)``. Adds no special tokens: the template has
+        written bos where the model wants it."""
+        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+
+    def _choose(self, wanted: str | None, tools: bool) -> str:
+        if wanted is not None:
+            return self.templates.get(wanted, wanted)
+        if tools and "tool_use" in self.templates:
+            return self.templates["tool_use"]
+        if "default" in self.templates:
+            return self.templates["default"]
+        if self.templates:
+            raise RequestRejectedError(
+                f"{self.source} has several chat templates and no default; pass chat_template= one of "
+                f"{', '.join(sorted(self.templates))}"
+            )
+        raise RequestRejectedError(
+            f"{self.source} has no chat template: pass chat_template=<Jinja text>, take an instruction-tuned "
+            "model, or give a plain prompt to generate()"
+        )
+
+    def _template(self, text: str) -> ChatTemplate:
+        from paged_backend.text.chat_template import ChatTemplate
+
+        template = self._compiled.get(text)
+        if template is None:
+            template = ChatTemplate(text)
+            if len(self._compiled) >= _MAX_TEMPLATES:
+                self._compiled.clear()
+            self._compiled[text] = template
+        return template
+
+
+def _as_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise RequestRejectedError(f"a prompt must be a string, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejectedError(f"the prompt is not valid Unicode: {error}") from error
+    return text
+
+
+def load_tokenizer(path_or_id: str | Path, checkpoint: Checkpoint | None = None) -> Tokenizer:
+    """The tokenizer of a model folder, a ``.gguf`` file, a hub id or ``demo``.
+
+    checkpoint: the opened model, whose file is then not parsed a second time. Raises ``ModelLoadError``
+    naming what is missing.
+    """
+    from paged_backend.checkpoints.gguf_metadata import GGUFFile, demo_path, first_part
+    from paged_backend.text.hf_tokenizer import fetch, read_folder
+
+    if checkpoint is not None:
+        opened = getattr(checkpoint.tensors, "file", None)
+        if isinstance(opened, GGUFFile) and str(path_or_id) in (
+            "demo",
+            str(opened.path),
+            str(checkpoint.path),
+        ):
+            return _from_gguf(opened)
+    path = demo_path() if str(path_or_id) == "demo" else Path(path_or_id)
+    if path.suffix == ".gguf":
+        return _from_gguf(GGUFFile(first_part(path)))
+    if path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        path = fetch(str(path_or_id))
+    if not (path / "tokenizer.json").is_file():
+        candidates = {first_part(file) for file in path.glob("*.gguf")}
+        if len(candidates) == 1:
+            return _from_gguf(GGUFFile(candidates.pop()))
+    return Tokenizer(*read_folder(path), str(path))
+
+
+def _from_gguf(file: Any) -> Tokenizer:
+    from paged_backend.text.gguf_tokenizer import build_tokenizer
+
+    built = build_tokenizer(file)
+    return Tokenizer(built.backend, built.named, built.templates, str(file.path))
