@@ -1,8 +1,8 @@
 """EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
 
 A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
-computes by itself, the next step is scheduled and launched in between (see ``flight``), so that it never waits for
-the host. What fails, fails alone (see ``pipeline``): KV writes are idempotent, and nothing is published or appended
+computes by itself, the next step is scheduled and launched in between (see ``in_flight``), so that it never waits for
+the host. What fails, fails alone (see ``step_queue``): KV writes are idempotent, and nothing is published or appended
 before a step has succeeded.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.beam_search import BeamGroup, Hypothesis
-from paged_backend.engine.in_flight import Flight, Part
-from paged_backend.engine.limits import Door
+from paged_backend.engine.in_flight import InFlightStep, Part
+from paged_backend.engine.limits import RequestLimits
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.stats import StepUsage, UsageMeter
-from paged_backend.engine.step_queue import Pipeline
+from paged_backend.engine.step_queue import StepQueue
 from paged_backend.errors import RequestFailedError
 from paged_backend.runner.base import Result, Runner
 from paged_backend.runner.sampler import Sampled
@@ -57,7 +57,7 @@ class EngineCore:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
-        self.door = Door(
+        self.limits = RequestLimits(
             cache,
             runner.vocab_size,
             max_model_len,
@@ -69,7 +69,7 @@ class EngineCore:
         self.num_steps = 0
         self._requests: dict[str, list[Request]] = {}
         self._masks: ThreadPoolExecutor | None = None
-        self._pipeline = Pipeline(runner, cache)
+        self._steps = StepQueue(runner, cache)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -90,11 +90,11 @@ class EngineCore:
     @property
     def num_failed_steps(self) -> int:
         """Steps that had to be run again, request by request."""
-        return self._pipeline.num_failed
+        return self._steps.num_failed
 
     @property
     def has_work(self) -> bool:
-        return self._pipeline.waiting is not None or self.scheduler.has_work
+        return self._steps.waiting is not None or self.scheduler.has_work
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -103,15 +103,15 @@ class EngineCore:
 
         Raises DeviceLostError, and what is a fault of the bookkeeping itself.
         """
-        if self._pipeline.waiting is None:
+        if self._steps.waiting is None:
             self._launch()
-        flight = self._pipeline.take()
-        if flight is None:
+        in_flight = self._steps.take()
+        if in_flight is None:
             return []
-        if self._pipeline.can_go_on(flight):
-            flight.assume()
+        if self._steps.can_go_on(in_flight):
+            in_flight.assume()
             self._launch()
-        updates = self._land(flight)
+        updates = self._land(in_flight)
         self.usage.add(self._usage())
         if self.always_check:
             self.check()
@@ -126,24 +126,24 @@ class EngineCore:
         for request in self.scheduler.stats.last_admitted:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
-        flight = Flight(picked, self.cache.take_copies())
+        in_flight = InFlightStep(picked, self.cache.take_copies())
         self._prepare_masks(picked)
-        self._pipeline.launch(flight)
+        self._steps.launch(in_flight)
 
-    def _land(self, flight: Flight) -> list[Update]:
+    def _land(self, in_flight: InFlightStep) -> list[Update]:
         """Wait for a step and take up its results."""
-        results = self._pipeline.results(flight)
+        results = self._steps.results(in_flight)
         self.num_steps += 1
         now = time.monotonic()
         updates: list[Update] = []
         complete: list[Request] = []  # beams that were the last of their group to make a proposal
-        for part, result in zip(flight.parts, results):
+        for part, result in zip(in_flight.parts, results):
             if part.request.status is Status.FINISHED or result is None:
                 continue  # aborted, ended by the step before, or another beam of its group has failed in this one
             if isinstance(result, Exception):
                 updates.extend(self._fail(part.request, result))
             else:
-                flight.settle(part)
+                in_flight.settle(part)
                 self._advance(part, result, now, updates, complete)
         for request in complete:
             if request.group is not None and request.status is not Status.FINISHED:
@@ -279,7 +279,7 @@ class EngineCore:
     def fail_all(self, cause: Exception) -> list[Update]:
         """Give every request the error ``cause``; the last resort when bookkeeping itself raised."""
         updates = []
-        self._pipeline.waiting = None
+        self._steps.waiting = None
         for request in self.scheduler.requests():
             updates.extend(self._fail(request, cause))
         return updates
@@ -297,7 +297,7 @@ class EngineCore:
 
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""
-        self._pipeline.close()
+        self._steps.close()
         del self.runner
         if self._masks is not None:
             self._masks.shutdown()
@@ -306,7 +306,7 @@ class EngineCore:
         requests = self.scheduler.requests()
         blocks = self.cache.pool.num_used
         size = self.cache.block_size
-        parts = self._pipeline.waiting.parts if self._pipeline.waiting is not None else ()
+        parts = self._steps.waiting.parts if self._steps.waiting is not None else ()
         written = sum(part.count for part in parts if part.stands)  # by the step in flight
         unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
         logical = sum(r.num_computed for r in requests) + written

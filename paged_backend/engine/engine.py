@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from paged_backend.config import EngineConfig
 from paged_backend.constrain.grammar import GrammarCompiler
 from paged_backend.engine.core import EngineCore, Update
-from paged_backend.engine.input_processor import Intake
+from paged_backend.engine.input_processor import InputProcessor
 from paged_backend.engine.inputs import Prompt
 from paged_backend.engine.request import Request
 from paged_backend.engine.stats import EngineStats
@@ -54,8 +54,8 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.generation_config = dict(generation_config or {})
         self.grammars = GrammarCompiler(tokenizer, self.eos_token_ids)
-        self._intake = Intake(
-            core.door, tokenizer, self.grammars, self.eos_token_ids, self.generation_config, config.seed
+        self._input_processor = InputProcessor(
+            core.limits, tokenizer, self.grammars, self.eos_token_ids, self.generation_config, config.seed
         )
         self._core = core
         self._block_bytes = block_bytes
@@ -77,12 +77,12 @@ class Engine:
         self._loop_thread.start()
         self._output_thread.start()
 
-    # --- the door ------------------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt + output in tokens, by the model's context and the pool."""
-        return self._core.door.longest_request()
+        return self._core.limits.longest_request()
 
     @property
     def max_num_seqs(self) -> int:
@@ -113,7 +113,7 @@ class Engine:
         affected.
         """
         self._ensure_open()
-        made = self._intake.prepare(
+        made = self._input_processor.prepare(
             prompt, params or SamplingParams(), request_id, resume_output_ids, cache_salt
         )
         return self._enqueue([made])[0]
@@ -133,7 +133,7 @@ class Engine:
         made = []
         for index, item in enumerate(zip(prompts, params, ids)):
             try:
-                made.append(self._intake.prepare(*item))
+                made.append(self._input_processor.prepare(*item))
             except RequestRejectedError as error:
                 raise error.at(index, len(prompts)) from error.__cause__
         return self._enqueue(made)

@@ -1,4 +1,4 @@
-"""Flight: a step that the runner has been given and whose results are not known yet.
+"""InFlightStep: a step that the runner has been given and whose results are not known yet.
 
 A runner that computes while the host goes on can be given the next step before this one is done: scheduling needs to
 know that a request will have one more token, not which. ``assume`` makes the requests look as if the step had
@@ -42,7 +42,7 @@ class Part:
         return self.request.status is Status.RUNNING and self.request.num_computed == self.start
 
 
-class Flight:
+class InFlightStep:
     """picked: from the scheduler. copies: (source, destination) of blocks, to be made before the step."""
 
     def __init__(self, picked: Sequence[tuple[Request, int]], copies: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""Intake: from what a caller gives (a prompt, params) to what the core runs and the caller waits for.
+"""InputProcessor: from what a caller gives (a prompt, params) to what the core runs and the caller waits for.
 
 Runs in the caller's thread, so that text is encoded and grammars are compiled while the engine steps.
 """
@@ -15,7 +15,7 @@ from paged_backend.constrain.grammar import GrammarCompiler
 from paged_backend.constrain.options import StructuredOutputs
 from paged_backend.constrain.state import GrammarState
 from paged_backend.engine.inputs import Prompt, check_token_options, encode_prompt
-from paged_backend.engine.limits import Door
+from paged_backend.engine.limits import RequestLimits
 from paged_backend.engine.output_processor import CompletionState
 from paged_backend.engine.request import Request
 from paged_backend.engine.stream import RequestState
@@ -24,19 +24,19 @@ from paged_backend.outputs import RequestMetrics
 from paged_backend.sampling_params import SamplingParams
 
 
-class Intake:
+class InputProcessor:
     """Safe from any thread. seed: of the first request without one, counted up from there; None draws entropy."""
 
     def __init__(
         self,
-        door: Door,
+        limits: RequestLimits,
         tokenizer: Any,
         grammars: GrammarCompiler,
         eos_token_ids: Sequence[int],
         generation_config: Mapping[str, Any],
         seed: int | None,
     ) -> None:
-        self._door = door
+        self._limits = limits
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._eos_token_ids = tuple(eos_token_ids)
@@ -59,10 +59,10 @@ class Intake:
         params = params.resolved(self._generation_config)
         text, token_ids = encode_prompt(prompt, self._tokenizer)
         beams = params.beam_search.num_beams if params.beam_search is not None else 0
-        self._door.admit(token_ids, params.n, beams, params.max_tokens or 1)
-        bad_words = check_token_options(params, self._tokenizer, self._door.vocab_size)
+        self._limits.admit(token_ids, params.n, beams, params.max_tokens or 1)
+        bad_words = check_token_options(params, self._tokenizer, self._limits.vocab_size)
         stop_ids = (() if params.ignore_eos else self._eos_token_ids) + tuple(params.stop_token_ids or ())
-        max_tokens = min(params.max_tokens or 1, self._door.longest_request() - len(token_ids))
+        max_tokens = min(params.max_tokens or 1, self._limits.longest_request() - len(token_ids))
         constraint = self._constraint(params, max_tokens, stop_ids)
         now = time.monotonic()
         request = Request(
@@ -122,5 +122,5 @@ class Intake:
                 raise RequestRejectedError(
                     f"resume_output_ids has {len(output)} tokens of at most {max_tokens}: nothing is left to generate"
                 )
-            if output and not 0 <= min(output) <= max(output) < self._door.vocab_size:
+            if output and not 0 <= min(output) <= max(output) < self._limits.vocab_size:
                 raise RequestRejectedError("resume_output_ids has an id outside the vocabulary")

@@ -10,7 +10,7 @@ from paged_backend.errors import ContextOverflowError, RequestRejectedError
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class RequestLimits:
     """Limits of an engine. Reads nothing that changes, so any thread may ask.
 
     vocab_size: ids of prompts are below it. max_model_len: longest prompt + output in tokens.

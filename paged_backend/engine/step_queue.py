@@ -1,4 +1,4 @@
-"""Pipeline: the steps that the runner has, one, or two where the next is launched behind the one that computes.
+"""StepQueue: the steps that the runner has, one, or two where the next is launched behind the one that computes.
 
 If a step raises, each of its requests is run again alone, once. A step behind it has been computed on top of it and is
 run again in the same way.
@@ -10,7 +10,7 @@ import contextlib
 import logging
 
 from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.in_flight import Flight, Part
+from paged_backend.engine.in_flight import InFlightStep, Part
 from paged_backend.engine.step_inputs import work_of
 from paged_backend.errors import DeviceLostError
 from paged_backend.runner.base import Result, Runner
@@ -18,66 +18,66 @@ from paged_backend.runner.base import Result, Runner
 logger = logging.getLogger("paged_backend")
 
 
-class Pipeline:
-    """waiting: a flight that was launched and whose results nobody has asked for yet, None if there is none.
+class StepQueue:
+    """waiting: a step that was launched and whose results nobody has asked for yet, None if there is none.
 
     Every method raises DeviceLostError when the runner's device is gone.
     """
 
     def __init__(self, runner: Runner, cache: CacheManager) -> None:
-        self.waiting: Flight | None = None
+        self.waiting: InFlightStep | None = None
         self.num_failed = 0
         self._runner = runner
         self._cache = cache
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, in_flight: InFlightStep) -> None:
         """Give a step to the runner. What goes wrong is found by :meth:`results`."""
         try:
-            if flight.copies:
-                self._runner.copy_blocks(flight.copies)
-            flight.results = self._runner.launch(flight.works)
+            if in_flight.copies:
+                self._runner.copy_blocks(in_flight.copies)
+            in_flight.results = self._runner.launch(in_flight.works)
         except Exception as error:
-            self._note_failure(flight, error)
-        self.waiting = flight
+            self._note_failure(in_flight, error)
+        self.waiting = in_flight
 
-    def take(self) -> Flight | None:
-        """The flight whose turn it is; what is launched from now on is behind it."""
-        flight, self.waiting = self.waiting, None
-        return flight
+    def take(self) -> InFlightStep | None:
+        """The step whose turn it is; what is launched from now on is behind it."""
+        in_flight, self.waiting = self.waiting, None
+        return in_flight
 
-    def can_go_on(self, flight: Flight) -> bool:
-        """Whether the step after ``flight`` may be launched before its results are known."""
-        return self._runner.runs_ahead and flight.foreseeable(self._runner.draws_alone)
+    def can_go_on(self, in_flight: InFlightStep) -> bool:
+        """Whether the step after ``in_flight`` may be launched before its results are known."""
+        return self._runner.runs_ahead and in_flight.foreseeable(self._runner.draws_alone)
 
-    def results(self, flight: Flight) -> list[Result] | list[Result | Exception | None]:
+    def results(self, in_flight: InFlightStep) -> list[Result] | list[Result | Exception | None]:
         """Wait for a step: a result for each of its requests.
 
         Where the step failed each is run alone: an exception for one that fails again, None for one that is to be
         scheduled anew.
         """
-        if not flight.failed:
+        if not in_flight.failed:
             try:
-                return flight.results()
+                return in_flight.results()
             except Exception as error:
-                self._note_failure(flight, error)
+                self._note_failure(in_flight, error)
         behind = self.waiting
         if behind is not None and not behind.failed:
             behind.failed = True
             with contextlib.suppress(Exception):
                 behind.results()
-        flight.withdraw(self._cache)
-        return [self._alone(part, flight) for part in flight.parts]
+        in_flight.withdraw(self._cache)
+        return [self._alone(part, in_flight) for part in in_flight.parts]
 
-    def _note_failure(self, flight: Flight, error: Exception) -> None:
+    def _note_failure(self, in_flight: InFlightStep, error: Exception) -> None:
         if isinstance(error, DeviceLostError):
             raise error
-        flight.failed = True
+        in_flight.failed = True
         self.num_failed += 1
-        logger.warning("a step of %d requests failed (%r); running each alone", len(flight.parts), error)
+        logger.warning("a step of %d requests failed (%r); running each alone", len(in_flight.parts), error)
 
-    def _alone(self, part: Part, flight: Flight) -> Result | Exception | None:
+    def _alone(self, part: Part, in_flight: InFlightStep) -> Result | Exception | None:
         try:
-            mine = [pair for pair in flight.copies if pair[1] in part.request.table.block_ids]
+            mine = [pair for pair in in_flight.copies if pair[1] in part.request.table.block_ids]
             if mine:
                 self._runner.copy_blocks(mine)
             if not part.stands:

@@ -19,7 +19,7 @@ from paged_backend.errors import (
     RequestFailedError,
     RequestRejectedError,
 )
-from paged_backend.remote.job import Job, Ticket
+from paged_backend.remote.job import Job, RemoteRequest
 from paged_backend.remote.protocol import Message
 from paged_backend.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class QueueFullError(PagedBackendError):
 
 
 class EngineClient:
-    """Tickets go out by ``send`` (set while an engine is there) and what comes back is given to :meth:`receive`.
+    """Requests go out by ``send`` (set while an engine is there) and what comes back is given to :meth:`receive`.
 
     max_waiting: sequences that may be in flight beyond the seats of the engine. seed: as in ``EngineConfig``.
     """
@@ -47,15 +47,15 @@ class EngineClient:
         self.hello: Message = {}
         self.stats: dict[str, Any] = {}
         self.send: Callable[[Message], None] | None = None
-        self.on_finished: Callable[[Ticket, str], None] = lambda ticket, reason: None
+        self.on_finished: Callable[[RemoteRequest, str], None] = lambda remote, reason: None
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self._tickets: dict[int, Ticket] = {}
+        self._requests: dict[int, RemoteRequest] = {}
         self._numbers = itertools.count()
         self._seeds = itertools.count(seed) if seed is not None else None
         self._sequences = 0
-        self._suspects: deque[Ticket] = deque()
-        self._on_trial: Ticket | None = None
+        self._suspects: deque[RemoteRequest] = deque()
+        self._on_trial: RemoteRequest | None = None
         self._recent: deque[float] = deque(maxlen=64)
         self._dead: Exception | None = None
 
@@ -71,8 +71,8 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Tickets that have not ended."""
-        return len(self._tickets)
+        """Requests that have not ended."""
+        return len(self._requests)
 
     async def open(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache_salt: str | None = None
@@ -84,33 +84,35 @@ class EngineClient:
         if self._dead is not None:
             raise self._dead
         self._check_room(len(prompts) * params.n)
-        tickets = []
+        requests = []
         for prompt in prompts:
             seed = params.seed
             if seed is None:
                 seed = next(self._seeds) if self._seeds is not None else secrets.randbits(62)
-            ticket = Ticket(next(self._numbers), prompt, dataclasses.replace(params, seed=seed), cache_salt)
-            tickets.append(ticket)
-            self._tickets[ticket.number] = ticket
+            remote = RemoteRequest(
+                next(self._numbers), prompt, dataclasses.replace(params, seed=seed), cache_salt
+            )
+            requests.append(remote)
+            self._requests[remote.number] = remote
             self._sequences += params.n
-        job = Job(tickets, self.abort)
+        job = Job(requests, self.abort)
         try:
             if self.send is not None:
-                for ticket in tickets:
-                    self.send(ticket.message())
-            for ticket in tickets:
-                await ticket.accepted
+                for remote in requests:
+                    self.send(remote.message())
+            for remote in requests:
+                await remote.accepted
         except BaseException:
             job.__exit__()
             raise
         return job
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, remote: RemoteRequest) -> None:
         """Stop it; its blocks are free within one step."""
-        if self._tickets.get(ticket.number) is ticket:
-            self._end(ticket, "abort")
+        if self._requests.get(remote.number) is remote:
+            self._end(remote, "abort")
             if self.send is not None:
-                self.send({"t": "abort", "id": ticket.number})
+                self.send({"t": "abort", "id": remote.number})
 
     def _check_room(self, new: int) -> None:
         room = int(self.hello["max_num_seqs"]) + self.max_waiting
@@ -138,40 +140,40 @@ class EngineClient:
         kind = message["t"]
         if kind == "news":
             for item in message["items"]:
-                ticket = self._tickets.get(item["id"])
-                if ticket is not None:
-                    self._take(ticket, item)
+                remote = self._requests.get(item["id"])
+                if remote is not None:
+                    self._take(remote, item)
         elif kind == "pong":
             self.stats = message["stats"]
         else:
-            ticket = self._tickets.get(message["id"])
-            if ticket is None:
+            remote = self._requests.get(message["id"])
+            if remote is None:
                 return
-            if kind == "accepted" and not ticket.accepted.done():
-                self.num_prompt_tokens += len(ticket.prompt_token_ids)
-                ticket.accepted.set_result(None)
+            if kind == "accepted" and not remote.accepted.done():
+                self.num_prompt_tokens += len(remote.prompt_token_ids)
+                remote.accepted.set_result(None)
             elif kind == "refused":
-                ticket.fail(_error(message))
-                self._end(ticket, "error")
+                remote.fail(_error(message))
+                self._end(remote, "error")
 
-    def _take(self, ticket: Ticket, item: Message) -> None:
-        before = ticket.num_output_tokens
-        ticket.take(item)
-        self.num_output_tokens += ticket.num_output_tokens - before
+    def _take(self, remote: RemoteRequest, item: Message) -> None:
+        before = remote.num_output_tokens
+        remote.take(item)
+        self.num_output_tokens += remote.num_output_tokens - before
         if "error" in item:
-            ticket.fail(_error(item["error"]))
-        if ticket is self._on_trial:
+            remote.fail(_error(item["error"]))
+        if remote is self._on_trial:
             self._try_next()
-        if ticket.finished:
-            self._end(ticket, "error" if ticket.error is not None else "done")
+        if remote.finished:
+            self._end(remote, "error" if remote.error is not None else "done")
 
-    def _end(self, ticket: Ticket, reason: str) -> None:
-        del self._tickets[ticket.number]
-        self._sequences -= ticket.params.n
+    def _end(self, remote: RemoteRequest, reason: str) -> None:
+        del self._requests[remote.number]
+        self._sequences -= remote.params.n
         self._recent.append(time.monotonic())
-        if ticket is self._on_trial:
+        if remote is self._on_trial:
             self._try_next()
-        self.on_finished(ticket, reason)
+        self.on_finished(remote, reason)
 
     # --- from the supervisor -------------------------------------------------------------------------------------
 
@@ -183,45 +185,45 @@ class EngineClient:
         """
         self.hello, self.stats, self.send = hello, hello["stats"], send
         self._suspects.clear()
-        for ticket in list(self._tickets.values()):
-            if ticket.crashes >= MAX_CRASHES - 1:
-                self._suspects.append(ticket)
+        for remote in list(self._requests.values()):
+            if remote.crashes >= MAX_CRASHES - 1:
+                self._suspects.append(remote)
             else:
-                send(ticket.message())
+                send(remote.message())
         self._try_next()
 
     def engine_down(self) -> None:
         """The engine is gone, with all it had not yet told."""
         self.send = None
-        blamed = [self._on_trial] if self._on_trial is not None else list(self._tickets.values())
+        blamed = [self._on_trial] if self._on_trial is not None else list(self._requests.values())
         self._on_trial = None
         self._suspects.clear()
-        for ticket in blamed:
-            ticket.crashes += 1
-            if ticket.crashes >= MAX_CRASHES:
+        for remote in blamed:
+            remote.crashes += 1
+            if remote.crashes >= MAX_CRASHES:
                 logger.error(
-                    "a request was running in each of %d engine crashes; it is given up", ticket.crashes
+                    "a request was running in each of %d engine crashes; it is given up", remote.crashes
                 )
-                ticket.fail(RequestFailedError("the engine crashed each time it ran this request"))
-                self._end(ticket, "error")
-        for ticket in self._tickets.values():
-            if ticket.params.beam_search is not None:
-                ticket.forget()
+                remote.fail(RequestFailedError("the engine crashed each time it ran this request"))
+                self._end(remote, "error")
+        for remote in self._requests.values():
+            if remote.params.beam_search is not None:
+                remote.forget()
 
     def give_up(self, error: Exception) -> None:
         """There will be no engine any more: everything gets ``error``, now and later."""
         self._dead, self.send = error, None
-        for ticket in list(self._tickets.values()):
-            ticket.fail(error)
-            self._end(ticket, "error")
+        for remote in list(self._requests.values()):
+            remote.fail(error)
+            self._end(remote, "error")
 
     def _try_next(self) -> None:
         self._on_trial = None
         while self._suspects and self.send is not None:
-            ticket = self._suspects.popleft()
-            if self._tickets.get(ticket.number) is ticket:
-                self._on_trial = ticket
-                self.send(ticket.message())
+            remote = self._suspects.popleft()
+            if self._requests.get(remote.number) is remote:
+                self._on_trial = remote
+                self.send(remote.message())
                 return
 
 

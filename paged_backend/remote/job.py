@@ -1,4 +1,4 @@
-"""Ticket: one prompt on its way through the engine, as the server sees it. It outlives the engine process.
+"""RemoteRequest: one prompt on its way through the engine, as the server sees it. It outlives the engine process.
 
 It knows every token that has reached the server, which is all that a new engine process needs to go on from there.
 """
@@ -14,7 +14,7 @@ from paged_backend.remote.protocol import Message, output_from_wire, params_to_w
 from paged_backend.sampling_params import SamplingParams
 
 
-class Ticket:
+class RemoteRequest:
     """params: with a seed, so that a second run repeats the first. Used in the server's event loop only."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Ticket:
         return message
 
     def take(self, item: Message) -> None:
-        """What the engine has to tell of this ticket."""
+        """What the engine is told of this request."""
         if self.finished:
             return
         if "cached" in item and not any(self._histories):
@@ -140,49 +140,49 @@ def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutp
 
 
 class Job:
-    """The tickets of one HTTP request, read together. abort: called for each unfinished one when the job is left."""
+    """The requests of one HTTP request, read together. abort: called for each unfinished one when the job is left."""
 
-    def __init__(self, tickets: Sequence[Ticket], abort: Callable[[Ticket], None]) -> None:
-        self.tickets = list(tickets)
+    def __init__(self, requests: Sequence[RemoteRequest], abort: Callable[[RemoteRequest], None]) -> None:
+        self.requests = list(requests)
         self._abort = abort
         self._news = asyncio.Event()
-        for ticket in self.tickets:
-            ticket.listener = self._news.set
+        for remote in self.requests:
+            remote.listener = self._news.set
 
     @property
     def finished(self) -> bool:
-        return all(ticket.finished for ticket in self.tickets)
+        return all(remote.finished for remote in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(ticket.prompt_token_ids) for ticket in self.tickets)
+        return sum(len(remote.prompt_token_ids) for remote in self.requests)
 
     @property
     def output_tokens(self) -> int:
-        return sum(ticket.num_output_tokens for ticket in self.tickets)
+        return sum(remote.num_output_tokens for remote in self.requests)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(ticket.num_cached_tokens for ticket in self.tickets)
+        return sum(remote.num_cached_tokens for remote in self.requests)
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for ticket in self.tickets:
-            if not ticket.finished:
-                self._abort(ticket)
+        for remote in self.requests:
+            if not remote.finished:
+                self._abort(remote)
 
     async def news(self) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
-        """(number of the ticket, what is new of one of its samples) until all have ended. Raises a ticket's error."""
+        """(number of the request, what is new of one of its samples) until all have ended. Raises their errors."""
         while True:
             done = self.finished
-            batch = [(i, output) for i, ticket in enumerate(self.tickets) for output in ticket.read()]
+            batch = [(i, output) for i, remote in enumerate(self.requests) for output in remote.read()]
             if batch:
                 yield batch
-            for ticket in self.tickets:
-                if ticket.error is not None:
-                    raise ticket.error
+            for remote in self.requests:
+                if remote.error is not None:
+                    raise remote.error
             if done:
                 return
             await self._news.wait()

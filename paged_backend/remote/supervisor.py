@@ -12,7 +12,7 @@ from collections.abc import Callable
 from paged_backend.errors import EngineClosedError, PagedBackendError
 from paged_backend.remote.client import EngineClient
 from paged_backend.remote.protocol import Message
-from paged_backend.remote.transports import EngineLostError, Link
+from paged_backend.remote.transports import EngineLostError, Transport
 
 logger = logging.getLogger("paged_backend.server")
 LONGEST_PAUSE = 30.0
@@ -28,7 +28,7 @@ class Supervisor:
 
     def __init__(
         self,
-        link: Link,
+        transport: Transport,
         client: EngineClient,
         *,
         stall_timeout: float = 120.0,
@@ -36,7 +36,7 @@ class Supervisor:
         interval: float = 1.0,
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.link = link
+        self.transport = transport
         self.client = client
         self.state = "starting"
         self.restarts = 0
@@ -50,10 +50,10 @@ class Supervisor:
     async def start(self) -> None:
         """Open the engine and begin to watch it. Raises what kept it from opening."""
         try:
-            hello = await self.link.open(self._deliver)
+            hello = await self.transport.open(self._deliver)
         except BaseException:
             self.state = "failed"
-            await self.link.close(kill=True)
+            await self.transport.close(kill=True)
             raise
         self._up(hello)
         self._task = asyncio.create_task(self._supervise())
@@ -65,11 +65,11 @@ class Supervisor:
             self._task.cancel()
             await asyncio.wait([self._task])
         self.client.give_up(EngineClosedError("the server is shutting down"))
-        await self.link.close()
+        await self.transport.close()
 
     def _up(self, hello: Message) -> None:
         self.state = "ok"
-        self.client.engine_up(hello, self.link.send)
+        self.client.engine_up(hello, self.transport.send)
 
     def _deliver(self, message: Message) -> None:
         if message["t"] == "pong":
@@ -82,10 +82,10 @@ class Supervisor:
             logger.error("the engine was lost (%s); %d requests in flight", reason, self.client.in_flight)
             self.state = "restarting"
             self.client.engine_down()
-            if not self.link.restartable:
+            if not self.transport.restartable:
                 self._give_up(reason)
                 return
-            await self.link.close(kill=True)
+            await self.transport.close(kill=True)
             hello = await self._reopen()
             if hello is None:
                 return
@@ -98,10 +98,10 @@ class Supervisor:
             if attempt:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
             try:
-                return await self.link.open(self._deliver)
+                return await self.transport.open(self._deliver)
             except (EngineLostError, PagedBackendError, OSError) as error:
                 logger.error("the engine did not start (attempt %d): %s", attempt + 1, error)
-                await self.link.close(kill=True)
+                await self.transport.close(kill=True)
         self._give_up(f"it did not start again in {self._max_restarts} attempts")
         return None
 
@@ -112,12 +112,12 @@ class Supervisor:
 
     async def _watch(self) -> str:
         """Look at the engine until it is lost; returns how."""
-        lost = asyncio.create_task(self.link.lost())
+        lost = asyncio.create_task(self.transport.lost())
         try:
             steps, quiet = -1, 0.0
             while True:
                 self._ponged = False
-                self.link.send({"t": "ping"})
+                self.transport.send({"t": "ping"})
                 done, _ = await asyncio.wait([lost], timeout=self._interval)
                 if done:
                     return "its process ended"
@@ -131,7 +131,7 @@ class Supervisor:
                     continue
                 quiet += self._interval
                 if quiet >= self._stall_timeout:
-                    if self.link.restartable:
+                    if self.transport.restartable:
                         return f"it finished no step for {quiet:.0f} s"
                     self.state = "stalled"
         finally:

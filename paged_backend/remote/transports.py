@@ -1,4 +1,4 @@
-"""Links: where the engine runs. :class:`ProcessLink` starts a process for it, :class:`LocalLink` uses this one."""
+"""Transports: where the engine runs. A process is started for it (:class:`ProcessTransport`), or this one is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineLostError(PagedBackendError):
     """The engine process ended, or closed its line."""
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """restartable: whether :meth:`open` may be called again after :meth:`close`."""
 
     restartable: bool
@@ -41,7 +41,7 @@ class Link(Protocol):
     async def close(self, kill: bool = False) -> None: ...
 
 
-class ProcessLink:
+class ProcessTransport:
     """command: what starts the engine process, to which the number of its socket is added. log_format: of its log."""
 
     restartable = True
@@ -123,7 +123,7 @@ async def _receive(reader: asyncio.StreamReader) -> Message:
         raise EngineLostError("the line to the engine was closed") from error
 
 
-class LocalLink:
+class LocalTransport:
     """The engine in this process. make: opens it, in a thread; close: ends this use of it."""
 
     restartable = False
@@ -131,7 +131,7 @@ class LocalLink:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._lane = ThreadPoolExecutor(
-            1, "paged_backend-door"
+            1, "paged_backend-local"
         )  # one thread, so that messages keep their order
         self._ended = asyncio.Event()
         self._session: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from paged_backend.remote.client import EngineClient
-from paged_backend.remote.job import Ticket
+from paged_backend.remote.job import RemoteRequest
 
 PREFIX = "paged_backend:"
 _SECONDS = (
@@ -94,20 +94,20 @@ class Metrics:
         made = Histogram(PREFIX + name, text, list(self._labels), buckets=buckets, registry=self.registry)
         return made.labels(**self._labels)
 
-    def finished(self, ticket: Ticket, reason: str) -> None:
-        """Count a ticket that has ended: ``done``, ``abort`` or ``error``."""
+    def finished(self, remote: RemoteRequest, reason: str) -> None:
+        """Count a request that has ended: ``done``, ``abort`` or ``error``."""
         self._success.labels(finished_reason=reason, **self._labels).inc()
-        count = ticket.num_output_tokens
-        self._prompt_length.observe(len(ticket.prompt_token_ids))
+        count = remote.num_output_tokens
+        self._prompt_length.observe(len(remote.prompt_token_ids))
         self._output_length.observe(count)
-        if ticket.queued is not None:
-            self._queue.observe(ticket.queued)
-        if ticket.first_token is not None and ticket.last_token is not None:
-            self._first.observe(ticket.first_token - ticket.arrival)
-            self._prefill.observe(max(ticket.first_token - ticket.arrival - (ticket.queued or 0.0), 0.0))
-            self._decode.observe(ticket.last_token - ticket.first_token)
-        self._whole.observe(time.monotonic() - ticket.arrival)
-        for gap in ticket.gaps:
+        if remote.queued is not None:
+            self._queue.observe(remote.queued)
+        if remote.first_token is not None and remote.last_token is not None:
+            self._first.observe(remote.first_token - remote.arrival)
+            self._prefill.observe(max(remote.first_token - remote.arrival - (remote.queued or 0.0), 0.0))
+            self._decode.observe(remote.last_token - remote.first_token)
+        self._whole.observe(time.monotonic() - remote.arrival)
+        for gap in remote.gaps:
             self._gap.observe(gap)
 
     def http(self, route: str, status: int) -> None:

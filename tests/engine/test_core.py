@@ -23,7 +23,7 @@ def scripted_core(request):
 def make(core, name, prompt, max_tokens=8, **kwargs) -> Request:
     stop_ids = kwargs.pop("stop_ids", ())
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0, **kwargs}).resolved()
-    core.door.admit(prompt, params.n)
+    core.limits.admit(prompt, params.n)
     request = Request(name, prompt, params, seed=params.seed or 0, stop_ids=stop_ids)
     core.add(request)
     return request

@@ -64,7 +64,7 @@ class RunningServer:
     @property
     def engine(self) -> Engine:
         """The engine, where it is in this process."""
-        return self.serving.supervisor.link._session.engine
+        return self.serving.supervisor.transport._session.engine
 
     def hold(self) -> StepGate:
         """``with server.hold() as gate``: a step runs when the gate allows it. For tests that act during requests."""

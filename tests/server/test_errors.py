@@ -194,12 +194,12 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(server):
             model="tiny", messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        ticket = next(iter(client._tickets.values()))
-        server.server._loop.call_soon_threadsafe(ticket.fail, RequestFailedError("the model broke"))
+        remote = next(iter(client._requests.values()))
+        server.server._loop.call_soon_threadsafe(remote.fail, RequestFailedError("the model broke"))
         with pytest.raises(openai.APIError, match="the model broke"):
             list(stream)
-        server.server._loop.call_soon_threadsafe(client._end, ticket, "error")
-        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
+        server.server._loop.call_soon_threadsafe(client._end, remote, "error")
+        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": remote.number})
 
 
 def test_unexpected_errors_tell_no_details(server, monkeypatch, caplog):

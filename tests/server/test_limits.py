@@ -244,7 +244,7 @@ def test_one_slow_grammar_holds_up_nobody(start, until):
     pytest.importorskip("llguidance")
     form = {"structured_outputs": {"regex": "a+"}, "prompt": "a", "max_tokens": 3}
     with start() as server:
-        session = server.serving.supervisor.link._session
+        session = server.serving.supervisor.transport._session
         compile_, go = server.engine.grammars.compile, threading.Event()
 
         def slow(wanted):

@@ -141,8 +141,8 @@ def test_an_error_in_the_middle_is_an_event(server):
         gate.allow()
         stream = create(server, stream=True, max_output_tokens=900, extra_body={"ignore_eos": True})
         next(stream)
-        ticket = next(iter(client._tickets.values()))
-        server.server._loop.call_soon_threadsafe(client._take, ticket, {
+        remote = next(iter(client._requests.values()))
+        server.server._loop.call_soon_threadsafe(client._take, remote, {
             "outputs": [], "error": {"kind": "failed", "message": "the model broke"},
         })  # fmt: skip
         try:
@@ -152,4 +152,4 @@ def test_an_error_in_the_middle_is_an_event(server):
         except openai.APIError as error:  # what clients make of the event has changed with their versions
             message = error.message
         assert message == "the model broke"
-        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": ticket.number})
+        server.server._loop.call_soon_threadsafe(client.send, {"t": "abort", "id": remote.number})

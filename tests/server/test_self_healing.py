@@ -63,7 +63,7 @@ def process_server(start):
 
 
 def engine_pid(server) -> int:
-    return server.serving.supervisor.link.pid
+    return server.serving.supervisor.transport.pid
 
 
 def strike(server, blow: signal.Signals, streams: int, tokens: int) -> None:
@@ -76,7 +76,7 @@ def strike(server, blow: signal.Signals, streams: int, tokens: int) -> None:
 
     def watch(message) -> None:
         receive(message)
-        begun.update(key for key, ticket in client._tickets.items() if ticket.num_output_tokens >= tokens)
+        begun.update(key for key, remote in client._requests.items() if remote.num_output_tokens >= tokens)
         if len(begun) >= streams:
             del client.receive
             os.kill(engine_pid(server), blow)
@@ -182,14 +182,14 @@ def test_prompt_logprobs_and_echo_survive(process_server):
 def test_a_model_that_cannot_be_opened_ends_the_start_with_its_reason(tmp_path):
     from paged_backend.config import EngineConfig
     from paged_backend.errors import ModelLoadError
-    from paged_backend.remote.transports import ProcessLink
+    from paged_backend.remote.transports import ProcessTransport
 
     async def main() -> None:
-        link = ProcessLink(EngineConfig(str(tmp_path / "nothing.gguf")))
+        transport = ProcessTransport(EngineConfig(str(tmp_path / "nothing.gguf")))
         try:
-            await link.open(lambda message: None)
+            await transport.open(lambda message: None)
         finally:
-            await link.close()
+            await transport.close()
 
     with pytest.raises(ModelLoadError, match="nothing"):
         asyncio.run(main())
@@ -197,14 +197,14 @@ def test_a_model_that_cannot_be_opened_ends_the_start_with_its_reason(tmp_path):
 
 def test_an_engine_process_that_dies_at_its_start_is_an_error():
     from paged_backend.config import EngineConfig
-    from paged_backend.remote.transports import EngineLostError, ProcessLink
+    from paged_backend.remote.transports import EngineLostError, ProcessTransport
 
     async def main() -> None:
-        link = ProcessLink(EngineConfig("x"), (sys.executable, "-c", "import sys; sys.exit(3)"))
+        transport = ProcessTransport(EngineConfig("x"), (sys.executable, "-c", "import sys; sys.exit(3)"))
         try:
-            await link.open(lambda message: None)
+            await transport.open(lambda message: None)
         finally:
-            await link.close()
+            await transport.close()
 
     with pytest.raises(EngineLostError, match="status 3"):
         asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Client, tickets and supervisor against a scripted engine: who is blamed for a crash, and when it gives up."""
+"""Client, requests and supervisor against a scripted engine: who is blamed for a crash, and when it gives up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATS = {"num_running": 0, "num_waiting": 0, "num_steps": 0, "health": "ok"}
 HELLO = {"max_model_len": 100, "max_num_seqs": 4, "stats": STATS}
 
 
-class ScriptedLink:
-    """Gives each ticket one token per message and dies of prompts with a 13 in them."""
+class ScriptedTransport:
+    """Gives each remote one token per message and dies of prompts with a 13 in them."""
 
     restartable = True
 
@@ -27,34 +27,34 @@ class ScriptedLink:
         self.failing_starts = failing_starts
         self.poison = poison
         self.starts = 0
-        self.open_tickets: dict[int, list[int]] = {}
+        self.open_requests: dict[int, list[int]] = {}
         self.hung = False
 
     async def open(self, deliver):
         self.starts += 1
         if 1 < self.starts <= 1 + self.failing_starts:
             raise EngineLostError("no")
-        self.deliver, self.gone, self.open_tickets = deliver, asyncio.Event(), {}
+        self.deliver, self.gone, self.open_requests = deliver, asyncio.Event(), {}
         return HELLO
 
     def send(self, message) -> None:
         loop = asyncio.get_running_loop()
         if message["t"] == "ping" and not self.hung:
-            busy = {"num_running": len(self.open_tickets)}
+            busy = {"num_running": len(self.open_requests)}
             loop.call_soon(self.deliver, {"t": "pong", "stats": {**STATS, **busy}})
         elif message["t"] == "submit":
             if self.poison in message["prompt"]:
                 self.gone.set()
             elif not self.gone.is_set():
                 done = message.get("resume", {0: []})[0]
-                self.open_tickets[message["id"]] = list(done)
+                self.open_requests[message["id"]] = list(done)
                 loop.call_soon(self.deliver, {"t": "accepted", "id": message["id"]})
                 loop.call_soon(self.token, message["id"])
 
     def token(self, number: int, last: bool = False) -> None:
         if self.gone.is_set():
             return
-        tokens = self.open_tickets[number]
+        tokens = self.open_requests[number]
         tokens.append(len(tokens))
         output = CompletionOutput(0, "x", [tokens[-1]], finish_reason="length" if last else None)
         self.deliver(
@@ -68,94 +68,94 @@ class ScriptedLink:
         pass
 
 
-def serve(scenario, link=None, **options):
+def serve(scenario, transport=None, **options):
     async def main():
         client = EngineClient(max_waiting=10)
-        supervisor = Supervisor(link or ScriptedLink(), client, interval=0.02, **options)
+        supervisor = Supervisor(transport or ScriptedTransport(), client, interval=0.02, **options)
         await supervisor.start()
         try:
-            return await asyncio.wait_for(scenario(client, supervisor, supervisor.link), 20)
+            return await asyncio.wait_for(scenario(client, supervisor, supervisor.transport), 20)
         finally:
             await supervisor.close()
 
     return asyncio.run(main())
 
 
-async def finish(client, link, job):
-    for ticket in job.tickets:
-        link.token(ticket.number, last=True)
+async def finish(client, transport, job):
+    for remote in job.requests:
+        transport.token(remote.number, last=True)
     return [output.token_ids async for batch in job.news() for _, output in batch]
 
 
 def test_innocent_requests_survive_the_one_that_kills_the_engine():
-    async def scenario(client, supervisor, link):
+    async def scenario(client, supervisor, transport):
         good = [await client.open([[1, 2]], SamplingParams()) for _ in range(5)]
         bad = asyncio.ensure_future(client.open([[13]], SamplingParams()))
         with pytest.raises(RequestFailedError, match="each time"):
             await bad
-        while supervisor.state != "ok" or len(link.open_tickets) < 5:
+        while supervisor.state != "ok" or len(transport.open_requests) < 5:
             await asyncio.sleep(0.01)
-        results = [await finish(client, link, job) for job in good]
+        results = [await finish(client, transport, job) for job in good]
         for result in results:
             tokens = [token for output in result for token in output]
             assert tokens == list(range(len(tokens)))
         assert supervisor.restarts == 3
         assert client.in_flight == 0
-        assert await finish(client, link, await client.open([[3]], SamplingParams()))
+        assert await finish(client, transport, await client.open([[3]], SamplingParams()))
 
     serve(scenario)
 
 
 def test_it_tries_again_after_failed_starts_and_gives_up_in_the_end():
-    async def recovers(client, supervisor, link):
+    async def recovers(client, supervisor, transport):
         job = await client.open([[1]], SamplingParams())
-        link.gone.set()
+        transport.gone.set()
         while supervisor.restarts == 0:
             await asyncio.sleep(0.01)
-        assert link.starts == 3
+        assert transport.starts == 3
         await asyncio.sleep(0.02)
-        assert await finish(client, link, job) == [[0, 1, 2]]
+        assert await finish(client, transport, job) == [[0, 1, 2]]
 
-    serve(recovers, ScriptedLink(failing_starts=1))
+    serve(recovers, ScriptedTransport(failing_starts=1))
     told = []
 
-    async def gives_up(client, supervisor, link):
+    async def gives_up(client, supervisor, transport):
         job = await client.open([[1]], SamplingParams())
-        link.gone.set()
+        transport.gone.set()
         with pytest.raises(EngineClosedError, match="gone"):
             _ = [batch async for batch in job.news()]
         assert supervisor.state == "failed"
         with pytest.raises(EngineClosedError):
             await client.open([[1]], SamplingParams())
 
-    serve(gives_up, ScriptedLink(failing_starts=9), max_restarts=2, on_failed=lambda: told.append(1))
+    serve(gives_up, ScriptedTransport(failing_starts=9), max_restarts=2, on_failed=lambda: told.append(1))
     assert told == [1]
 
 
 def test_a_hung_engine_is_replaced_an_idle_one_is_not():
-    async def scenario(client, supervisor, link):
+    async def scenario(client, supervisor, transport):
         await asyncio.sleep(0.5)
-        assert link.starts == 1  # idle: no steps, no complaint
+        assert transport.starts == 1  # idle: no steps, no complaint
         job = await client.open([[1]], SamplingParams())
-        while link.starts == 1:  # busy, and no step is ever finished
+        while transport.starts == 1:  # busy, and no step is ever finished
             await asyncio.sleep(0.01)
-        link.hung = True
-        while link.starts == 2:
+        transport.hung = True
+        while transport.starts == 2:
             await asyncio.sleep(0.01)
-        link.hung = False
+        transport.hung = False
         await asyncio.sleep(0.02)
-        return await finish(client, link, job)
+        return await finish(client, transport, job)
 
     assert serve(scenario, stall_timeout=0.2) == [[0, 1, 2, 3]]
 
 
 def test_an_engine_in_this_process_that_hangs_is_reported():
-    async def scenario(client, supervisor, link):
-        link.restartable = False
+    async def scenario(client, supervisor, transport):
+        transport.restartable = False
         job = await client.open([[1]], SamplingParams())
         while supervisor.state != "stalled":
             await asyncio.sleep(0.01)
-        link.gone.set()
+        transport.gone.set()
         with pytest.raises(EngineClosedError):
             _ = [batch async for batch in job.news()]
 
@@ -163,7 +163,7 @@ def test_an_engine_in_this_process_that_hangs_is_reported():
 
 
 def test_the_door_counts_sequences():
-    async def scenario(client, supervisor, link):
+    async def scenario(client, supervisor, transport):
         jobs = [await client.open([[1], [2]], SamplingParams(n=1)) for _ in range(7)]
         with pytest.raises(QueueFullError) as caught:
             await client.open([[1]], SamplingParams())

@@ -114,12 +114,12 @@ class _Answer:
             for _, output in batch:
                 self._replies[output.index].push(output)
                 outputs.setdefault(output.index, []).append(output)
-        ticket = self.job.tickets[0]
+        remote = self.job.requests[0]
         extra: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(ticket.prompt_logprobs)
+            extra["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
         if self._body.return_token_ids:
-            extra["prompt_token_ids"] = ticket.prompt_token_ids
+            extra["prompt_token_ids"] = remote.prompt_token_ids
         return ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -166,7 +166,7 @@ class _Answer:
     # --- as a stream ---------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        body, ticket = self._body, self.job.tickets[0]
+        body, remote = self._body, self.job.requests[0]
         first: dict[str, Any] = {}
         yield b"".join(
             self._event(
@@ -175,13 +175,13 @@ class _Answer:
             for i in range(body.n or 1)
         )
         if body.return_token_ids:
-            first["prompt_token_ids"] = ticket.prompt_token_ids
+            first["prompt_token_ids"] = remote.prompt_token_ids
         async for batch in self.job.news():
             parts = []
             for _, output in batch:
                 for choice in self._chunks(output):
                     if body.prompt_logprobs is not None and "prompt_logprobs" not in first:
-                        first["prompt_logprobs"] = prompt_logprobs(ticket.prompt_logprobs)
+                        first["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
                         parts.append(self._event([choice], **first))
                     elif first and body.prompt_logprobs is None:
                         parts.append(self._event([choice], **first))

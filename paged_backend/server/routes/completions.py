@@ -140,7 +140,7 @@ class _Answer:
     def _choice(self, number: int, output: CompletionOutput) -> CompletionChoice:
         """What is new of one choice; the first piece has the prompt too where it is echoed."""
         index = number * self._n + output.index
-        ticket, body = self.job.tickets[number], self._body
+        remote, body = self.job.requests[number], self._body
         first = index not in self._begun
         self._begun.add(index)
         text = output.text if self._show_output else ""
@@ -151,14 +151,14 @@ class _Answer:
         echoed = first and bool(body.echo)
         if echoed:
             skip = body.skip_special_tokens is not False
-            text = self._serving.tokenizer.decode(ticket.prompt_token_ids, skip_special_tokens=skip) + text
+            text = self._serving.tokenizer.decode(remote.prompt_token_ids, skip_special_tokens=skip) + text
         extra: dict[str, Any] = {}
         if first and body.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(ticket.prompt_logprobs)
+            extra["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
         if body.return_token_ids:
             extra["token_ids"] = tokens
             if first:
-                extra["prompt_token_ids"] = ticket.prompt_token_ids
+                extra["prompt_token_ids"] = remote.prompt_token_ids
         if output.finish_reason is not None:
             extra["stop_reason"] = output.stop_reason
         reason: Any = "length" if output.finished and not self._show_output else output.finish_reason
@@ -169,18 +169,18 @@ class _Answer:
     def _new_logprobs(
         self, index: int, number: int, first: bool, tokens: list[int], output: CompletionOutput
     ) -> Logprobs | None:
-        body, ticket = self._body, self.job.tickets[number]
+        body, remote = self._body, self.job.requests[number]
         echoed = first and bool(body.echo)
         if first:
             skip = body.skip_special_tokens is not False
-            context = [] if body.echo else ticket.prompt_token_ids
+            context = [] if body.echo else remote.prompt_token_ids
             self._logprobs[index] = CompletionLogprobs(
                 self._serving.tokenizer, context, bool(body.return_tokens_as_token_ids), skip
             )
         entries: list[Any] = list(output.logprobs or []) if self._show_output else []
         if echoed:
-            tokens = [*ticket.prompt_token_ids, *tokens]
-            entries = [*(ticket.prompt_logprobs or []), *entries]
+            tokens = [*remote.prompt_token_ids, *tokens]
+            entries = [*(remote.prompt_logprobs or []), *entries]
         return self._logprobs[index].add(tokens, entries, body.logprobs or 0) if tokens else None
 
 

@@ -19,12 +19,12 @@ from paged_backend import __version__
 from paged_backend.config import EngineConfig
 from paged_backend.remote.client import EngineClient
 from paged_backend.remote.supervisor import Supervisor
-from paged_backend.remote.transports import Link, LocalLink, ProcessLink
+from paged_backend.remote.transports import LocalTransport, ProcessTransport, Transport
 from paged_backend.server.config import ServerConfig
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.routes import chat, completions, pages, responses, system
 from paged_backend.server.routes.serving import Serving
-from paged_backend.server.run.middleware import Gate
+from paged_backend.server.run.middleware import RequestMiddleware
 from paged_backend.server.wire import schema
 from paged_backend.server.wire.errors import ApiError
 
@@ -45,31 +45,31 @@ def create_app(
     config: ServerConfig | None = None,
     *,
     engine: Engine | None = None,
-    link: Link | None = None,
+    transport: Transport | None = None,
     drop: Callable[[Any], None] = lambda client: None,
     on_failed: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application that serves one model; its engine lives as long as the application's lifespan.
 
-    engine: one that is open already, to be served from this process and closed with the application. link: where the
-    engine runs otherwise; by default as ``config`` says. drop: closes the connection of a client, given its
+    engine: one that is open already, to be served from this process and closed with the application. transport: where
+    the engine runs otherwise; by default as ``config`` says. drop: closes the connection of a client, given its
     address. on_failed: called when the engine is gone for good. :func:`open_serving` may be called before the lifespan
     begins; the supervisor is then closed by the caller.
     """
     config = config or ServerConfig()
     if engine is not None:
-        link = LocalLink(lambda: engine)
-    elif link is None:
-        link = (
-            LocalLink(lambda: _local_engine(engine_config))
+        transport = LocalTransport(lambda: engine)
+    elif transport is None:
+        transport = (
+            LocalTransport(lambda: _local_engine(engine_config))
             if config.in_process
-            else ProcessLink(engine_config, log_format=config.log_format)
+            else ProcessTransport(engine_config, log_format=config.log_format)
         )
     client = EngineClient(config.max_waiting, engine_config.seed)
     metrics = Metrics((config.served_model_names or (engine_config.model,))[0])
     client.on_finished = metrics.finished
     supervisor = Supervisor(
-        link,
+        transport,
         client,
         stall_timeout=config.stall_timeout,
         max_restarts=config.max_restarts,
@@ -113,7 +113,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Gate, serving=serving, drop=drop)
+    app.add_middleware(RequestMiddleware, serving=serving, drop=drop)
     _document(app)
     return app
 

@@ -1,4 +1,4 @@
-"""Gate: what every request passes before a route sees it: an id, a key, size, draining; and the log line after it."""
+"""RequestMiddleware: what every request passes before a route sees it (id, key, size, draining), and its log line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499  # what nginx logs for a client that closed the connection
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware, outermost. drop: closes a client's connection by force, given its address."""
 
     def __init__(self, app: Any, serving: Serving, drop: Callable[[Any], None] = lambda client: None) -> None:
@@ -75,9 +75,9 @@ def too_large(serving: Serving) -> ApiError:
 class _Passage:
     """One request."""
 
-    def __init__(self, gate: Gate, scope: Any, receive: Any, send: Any) -> None:
-        self._gate = gate
-        self._serving = gate._serving
+    def __init__(self, middleware: RequestMiddleware, scope: Any, receive: Any, send: Any) -> None:
+        self._middleware = middleware
+        self._serving = middleware._serving
         self._scope = scope
         self._receive_raw = receive
         self._send_raw = send
@@ -90,12 +90,12 @@ class _Passage:
 
     async def run(self) -> None:
         try:
-            self._gate.check(self._scope, self._headers)
-            await self._gate._app(self._scope, self._receive, self._send)
+            self._middleware.check(self._scope, self._headers)
+            await self._middleware._app(self._scope, self._receive, self._send)
         except ClientGoneError:
             if self._status == 0:
                 self._status = _GONE
-            self._gate._drop(self._scope.get("client"))
+            self._middleware._drop(self._scope.get("client"))
         except Exception as error:
             await self._fail(error)
         finally:
@@ -155,10 +155,10 @@ class _Passage:
             "cached_tokens": job.cached_tokens,
             "output_tokens": job.output_tokens,
         }
-        first = job.tickets[0]
+        first = job.requests[0]
         if first.first_token is not None:
             fields["first_token_seconds"] = round(first.first_token - first.arrival, 4)
         if self._serving.config.log_prompts:
             decode = self._serving.tokenizer.decode
-            fields["prompts"] = [decode(ticket.prompt_token_ids, False) for ticket in job.tickets]
+            fields["prompts"] = [decode(remote.prompt_token_ids, False) for remote in job.requests]
         return fields
