@@ -49,7 +49,3 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """The console entry point."""
     app()
-
-
-if __name__ == "__main__":
-    main()

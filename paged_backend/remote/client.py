@@ -1,4 +1,4 @@
-"""EngineClient: the server's hold on its engine, whichever process it runs in and however often that is restarted."""
+"""EngineClient: a hold on an engine, wherever that runs and however often it is restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paged_backend.remote.job import Job, RemoteRequest
 from paged_backend.remote.protocol import Message
 from paged_backend.sampling_params import SamplingParams
 
-logger = logging.getLogger("paged_backend.server")
+logger = logging.getLogger("paged_backend.remote")
 MAX_CRASHES = 3
 """Engine crashes that a request may be part of before it is held to be their cause."""
 
@@ -59,7 +59,7 @@ class EngineClient:
         self._recent: deque[float] = deque(maxlen=64)
         self._dead: Exception | None = None
 
-    # --- for the HTTP side ---------------------------------------------------------------------------------------
+    # --- for those who ask ---------------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
@@ -118,7 +118,7 @@ class EngineClient:
         room = int(self.hello["max_num_seqs"]) + self.max_waiting
         if new > room:
             raise RequestRejectedError(
-                f"the request asks for {new} sequences (prompts x n), this server takes at most {room} at once"
+                f"the request asks for {new} sequences (prompts x n), the engine takes at most {room} at once"
             )
         if self._sequences + new > room:
             raise QueueFullError(

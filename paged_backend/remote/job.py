@@ -1,6 +1,6 @@
-"""RemoteRequest: one prompt on its way through the engine, as the server sees it. It outlives the engine process.
+"""RemoteRequest: one prompt on its way through an engine, seen from this end. It outlives the engine that runs it.
 
-It knows every token that has reached the server, which is all that a new engine process needs to go on from there.
+It knows every token that has arrived here, which is all that another engine needs to go on from there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paged_backend.sampling_params import SamplingParams
 
 
 class RemoteRequest:
-    """params: with a seed, so that a second run repeats the first. Used in the server's event loop only."""
+    """params: with a seed, so that a second run repeats the first. Used in the event loop of its client only."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutp
 
 
 class Job:
-    """The requests of one HTTP request, read together. abort: called for each unfinished one when the job is left."""
+    """Requests that belong together and are read together. abort: called for each that is unfinished at the end."""
 
     def __init__(self, requests: Sequence[RemoteRequest], abort: Callable[[RemoteRequest], None]) -> None:
         self.requests = list(requests)

@@ -1,4 +1,4 @@
-"""What the server and its engine process say to each other: JSON objects, each behind its length in bytes.
+"""What an engine and its client say to each other: JSON objects, each behind its length in bytes.
 
 Only data crosses, no code: nothing here can be made to run anything by what the other side sends.
 """

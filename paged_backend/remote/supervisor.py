@@ -14,7 +14,7 @@ from paged_backend.remote.client import EngineClient
 from paged_backend.remote.protocol import Message
 from paged_backend.remote.transports import EngineLostError, Transport
 
-logger = logging.getLogger("paged_backend.server")
+logger = logging.getLogger("paged_backend.remote")
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at starting the engine, at most."""
 
@@ -64,7 +64,7 @@ class Supervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self.client.give_up(EngineClosedError("the server is shutting down"))
+        self.client.give_up(EngineClosedError("the engine is shutting down"))
         await self.transport.close()
 
     def _up(self, hello: Message) -> None:
@@ -121,7 +121,7 @@ class Supervisor:
                 done, _ = await asyncio.wait([lost], timeout=self._interval)
                 if done:
                     return "its process ended"
-                # counted in looks, not by the clock: a server that was itself suspended must not blame its engine
+                # counted in looks, not by the clock: a process that was itself suspended must not blame its engine
                 stats = self.client.stats
                 if self._ponged and stats["health"] in ("dead", "closed"):
                     return f"it is {stats['health']}"

@@ -20,9 +20,8 @@ from paged_backend.remote.protocol import HEADER, Message, pack, unpack
 
 def main(fd: int) -> None:
     """Serve the socket until it is closed."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the server, which drains and then closes the socket
+    # Ctrl-C is for the other end, which drains and then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = socket.socket(fileno=fd)
     options = _receive(line)
     if options is None:

@@ -23,7 +23,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     """The command line in a process of its own, where Triton compiles instead of interpreting."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "paged_backend.cli.app", "bench", *arguments],
+        [sys.executable, "-m", "paged_backend", "bench", *arguments],
         env={**env, **environment},
         capture_output=True,
         text=True,
@@ -378,7 +378,7 @@ def test_a_spill_and_too_much_shared_memory_do_not_fit() -> None:
 def test_every_configuration_compiles_without_a_spill(tmp_path: Path, target: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "paged_backend.cli.app", "bench", "kernels", "--target", target],
+        [sys.executable, "-m", "paged_backend", "bench", "kernels", "--target", target],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

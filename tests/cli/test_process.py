@@ -20,7 +20,7 @@ def start(model, quiet_env):
 
     def call(command, *arguments, model=model):
         process = subprocess.Popen(
-            [sys.executable, "-m", "paged_backend.cli.app", command, str(model), *arguments, *OPTIONS],
+            [sys.executable, "-m", "paged_backend", command, str(model), *arguments, *OPTIONS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

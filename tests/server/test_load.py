@@ -28,7 +28,7 @@ def served(tiny_model, until, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "paged_backend.cli.app",
+        "paged_backend",
         "serve",
         tiny_model,
         "--port",

@@ -25,7 +25,7 @@ def serve(tiny_model, tmp_path):
         command = ["serve", tiny_model, "--kernels", "reference", "--served-model-name", "tiny", *options]
         with log.open("w") as target:
             process = subprocess.Popen(
-                [sys.executable, "-m", "paged_backend.cli.app", *command],
+                [sys.executable, "-m", "paged_backend", *command],
                 stderr=target,
                 # a test run started in the background by a shell ignores SIGINT, and its children would inherit that
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

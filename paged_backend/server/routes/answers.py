@@ -14,16 +14,10 @@ from fastapi.responses import Response
 from paged_backend.remote.job import Job
 from paged_backend.server.routes.serving import Serving
 from paged_backend.server.wire.errors import ApiError, ClientGoneError, as_api_error
+from paged_backend.server.wire.sse import DONE, event
 
 logger = logging.getLogger("paged_backend.server")
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-
-
-def event(json: str, name: str | None = None) -> bytes:
-    """One server-sent event."""
-    head = f"event: {name}\n" if name is not None else ""
-    return f"{head}data: {json}\n\n".encode()
 
 
 def json_answer(json: str, headers: dict[str, str] | None = None) -> Response:

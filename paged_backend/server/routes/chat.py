@@ -29,7 +29,7 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 
 from paged_backend.outputs import CompletionOutput
 from paged_backend.remote.job import Job
-from paged_backend.server.routes.answers import DONE, EventStream, event, json_answer, unless_gone
+from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
 from paged_backend.server.routes.prompts import chat_prompt, default_max_tokens, fit_prompt
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
@@ -38,6 +38,7 @@ from paged_backend.server.wire.logprobs import chat_logprobs, prompt_logprobs
 from paged_backend.server.wire.replies import Form, form_of
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ChatRequest, body_of, read_body
+from paged_backend.server.wire.sse import DONE, event
 from paged_backend.toolcalls import ToolCallDelta
 
 router = APIRouter(tags=["OpenAI"])

@@ -15,7 +15,7 @@ from openai.types.completion_usage import PromptTokensDetails
 
 from paged_backend.outputs import CompletionOutput
 from paged_backend.remote.job import Job
-from paged_backend.server.routes.answers import DONE, EventStream, event, json_answer, unless_gone
+from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
 from paged_backend.server.routes.prompts import encode, fit_prompt
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
@@ -23,6 +23,7 @@ from paged_backend.server.wire.formats import structured_outputs
 from paged_backend.server.wire.logprobs import CompletionLogprobs, prompt_logprobs
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import CompletionRequest, body_of, read_body
+from paged_backend.server.wire.sse import DONE, event
 
 router = APIRouter(tags=["OpenAI"])
 

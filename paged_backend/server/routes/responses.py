@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from openai.types.responses import Response as OpenAIResponse
 from starlette.responses import Response
 
-from paged_backend.server.routes.answers import EventStream, event, json_answer, unless_gone
+from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
 from paged_backend.server.routes.prompts import chat_prompt, default_max_tokens, fit_prompt
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
@@ -20,6 +20,7 @@ from paged_backend.server.wire.replies import form_of
 from paged_backend.server.wire.response_events import ResponseBuilder
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ChatRequest, ResponsesRequest, body_of, read_body
+from paged_backend.server.wire.sse import event
 
 router = APIRouter(tags=["OpenAI"])
 _NOT_HERE = (

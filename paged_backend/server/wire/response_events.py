@@ -15,10 +15,10 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 
 from paged_backend.outputs import CompletionOutput
 from paged_backend.remote.job import Job
-from paged_backend.server.routes.answers import event
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.logprobs import chat_logprobs
 from paged_backend.server.wire.replies import Reply
+from paged_backend.server.wire.sse import event
 from paged_backend.toolcalls import ToolCallDelta
 
 Item = kinds.ResponseOutputMessage | kinds.ResponseFunctionToolCall
