@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paged_backend.engine.beam_search import Hypothesis
 
 
 @dataclass(slots=True)
@@ -17,6 +13,19 @@ class Logprob:
     rank: int | None = None
     """1 for the most likely token of the vocabulary."""
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation that beam search found. score: sum of log-probabilities / length ** length_penalty.
+
+    parents: for each token, which of the num_beams beams of its step it continued.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    parents: tuple[int, ...]
+    finished: bool = True
 
 
 @dataclass(slots=True)

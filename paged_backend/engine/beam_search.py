@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paged_backend.outputs import Hypothesis
 from paged_backend.sampling_params import BeamSearch
 
 OUT = np.float32(-1e9)
@@ -20,19 +21,6 @@ OUT = np.float32(-1e9)
 
 Proposal = Sequence[tuple[int, float, int]]
 """(token id, log-probability, rank) of a beam's likeliest continuations, best first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """One continuation. score: sum of log-probabilities / length ** length_penalty.
-
-    parents: for each token, which of the num_beams beams of its step it continued.
-    """
-
-    token_ids: tuple[int, ...]
-    score: float
-    parents: tuple[int, ...]
-    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

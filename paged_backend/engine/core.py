@@ -14,14 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.beam_search import BeamGroup, Hypothesis
+from paged_backend.engine.beam_search import BeamGroup
 from paged_backend.engine.in_flight import InFlightStep, Part
 from paged_backend.engine.limits import RequestLimits
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
-from paged_backend.engine.stats import StepUsage, UsageMeter
 from paged_backend.engine.step_queue import StepQueue
+from paged_backend.engine.usage import StepUsage, UsageMeter
 from paged_backend.errors import RequestFailedError
+from paged_backend.outputs import Hypothesis
 from paged_backend.runner.base import Result, Runner
 from paged_backend.runner.sampler import Sampled
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paged_backend.outputs import CompletionOutput, Logprob
+from paged_backend.outputs import CompletionOutput, Hypothesis, Logprob
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.text.detokenizer import Decoder, IncrementalDetokenizer
 from paged_backend.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
-    from paged_backend.engine.beam_search import Hypothesis
     from paged_backend.runner.sampler import Sampled
 
 
