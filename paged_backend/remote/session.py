@@ -47,7 +47,7 @@ class EngineSession:
         self._lock = threading.Lock()
         self._at_door: dict[int, bool] = {}
         """Requests whose grammar is being compiled, and whether they were aborted meanwhile."""
-        self._door = ThreadPoolExecutor(1, "paged_backend-grammars")
+        self._submissions = ThreadPoolExecutor(1, "paged_backend-grammars")
         self._changed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_news, name="paged_backend-sender", daemon=True)
         self._sender.start()
@@ -71,7 +71,7 @@ class EngineSession:
                 self._submit(message)
             else:  # compiling a grammar can take seconds, and nobody else has to wait for it
                 self._at_door[message["id"]] = False
-                self._door.submit(self._submit, message)
+                self._submissions.submit(self._submit, message)
         elif kind == "abort":
             with self._lock:
                 if message["id"] in self._at_door:
@@ -87,7 +87,7 @@ class EngineSession:
 
     def close(self) -> None:
         """End the threads; the engine is its owner's."""
-        self._door.shutdown(cancel_futures=True)
+        self._submissions.shutdown(cancel_futures=True)
         self._changed.put(None)
         self._sender.join()
 
