@@ -9,7 +9,7 @@ before a step has succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class EngineCore:
         self.always_check = always_check
         self.usage = UsageMeter(cache.block_size)
         self.num_steps = 0
-        self._requests: dict[str, list[Request]] = {}
+        self._requests: dict[Hashable, list[Request]] = {}  # by owner
         self._masks: ThreadPoolExecutor | None = None
         self._steps = StepQueue(runner, cache)
 
@@ -76,13 +76,14 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request that the door has let pass."""
-        self._requests.setdefault(request.request_id, []).append(request)
+        self._requests.setdefault(request.owner, []).append(request)
         self.scheduler.add(request)
 
-    def finish(self, request_id: str, index: int | None = None) -> list[Request]:
-        """Take out a request, or one of its n samples, in whatever state; its blocks are free at once."""
+    def finish(self, owner: Hashable, index: int | None = None) -> list[Request]:
+        """Take out what is computed for ``owner``, or one of its n samples, in whatever state; its blocks are free at
+        once."""
         ended = []
-        for request in list(self._requests.get(request_id, ())):
+        for request in list(self._requests.get(owner, ())):
             if index is None or (request.index == index and request.seats == 1 and request.group is None):
                 self._retire(request, natural=index is not None)
                 ended.append(request)
@@ -177,7 +178,7 @@ class EngineCore:
         members = [request]
         for i in range(1, request.seats):
             members.append(self.scheduler.fork(request, i))
-        self._requests[request.request_id].extend(members[1:])
+        self._requests[request.owner].extend(members[1:])
         for member, sampled in zip(members, result.sampled):
             if isinstance(sampled, Exception):
                 updates.extend(self._fail(member, sampled))
@@ -219,7 +220,7 @@ class EngineCore:
         if request.group is None:
             self._retire(request)
             return [Update(request, request.index, finish_reason="error", error=error)]
-        for member in list(self._requests.get(request.request_id, ())):
+        for member in list(self._requests.get(request.owner, ())):
             self._retire(member)
         return [Update(request, i, finish_reason="error", error=error) for i in range(request.params.n)]
 
@@ -240,7 +241,7 @@ class EngineCore:
         except Exception as error:  # from a stop criterion
             updates.extend(self._fail(request, error))
             return
-        beams = sorted(self._requests[request.request_id], key=lambda beam: beam.index)
+        beams = sorted(self._requests[request.owner], key=lambda beam: beam.index)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         if group.done:
@@ -259,7 +260,7 @@ class EngineCore:
             child = parent if pick.parent not in taken else self.scheduler.fork(parent, number)
             taken.add(pick.parent)
             children.append(child)
-        self._requests[request.request_id] = children
+        self._requests[request.owner] = children
         for number, (child, pick) in enumerate(zip(children, picks)):
             child.index, child.seats = number, 1
             child.token_ids.append(pick.token_id)
@@ -269,11 +270,11 @@ class EngineCore:
 
     def _retire(self, request: Request, natural: bool = False) -> None:
         self.scheduler.finish(request, natural)
-        group = self._requests.get(request.request_id, [])
+        group = self._requests.get(request.owner, [])
         if request in group:
             group.remove(request)
             if not group:
-                del self._requests[request.request_id]
+                del self._requests[request.owner]
 
     # --- looking after itself ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ A request with n > 1 becomes n of these after its prompt, one with a beam search
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from paged_backend.cache.block_table import BlockTable
 from paged_backend.constrain.state import GrammarState
@@ -44,6 +44,7 @@ class Request:
         "num_scored",
         "num_shared",
         "overtaken",
+        "owner",
         "params",
         "priority",
         "request_id",
@@ -69,11 +70,15 @@ class Request:
         namespace: tuple = (),
         arrival_time: float = 0.0,
         group: BeamGroup | None = None,
+        owner: Hashable = None,
     ) -> None:
         """params: resolved. max_tokens: what the context leaves of ``params.max_tokens``. stop_ids: ids that end the
         output (end of sequence unless ignored, and the request's own). namespace: tagged parts of the prefix key.
-        group: of the beam search that this joins; with None it begins its own if its params ask for one."""
+        group: of the beam search that this joins; with None it begins its own if its params ask for one. owner: whom
+        it is computed for, the same object for all samples of a request; the id, a mere name, may be used again while
+        an earlier request of that name is still being taken out. None takes the id."""
         self.request_id = request_id
+        self.owner = request_id if owner is None else owner
         self.params = params
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -143,6 +148,7 @@ class Request:
             max_tokens=self.max_tokens,
             namespace=self.namespace,
             arrival_time=self.metrics.arrival_time,
+            owner=self.owner,
         )
         other.token_ids.extend(output_token_ids)
         other.index, other.seats = index, 1
@@ -165,6 +171,7 @@ class Request:
             max_tokens=self.max_tokens,
             namespace=self.namespace,
             arrival_time=self.metrics.arrival_time,
+            owner=self.owner,
             group=self.group,
         )
         other.token_ids = list(self.token_ids)
