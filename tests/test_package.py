@@ -36,7 +36,7 @@ def test_importing_the_package_loads_no_heavy_library():
 
 def test_cache_and_bench_traces_need_no_torch():
     code = (
-        "import sys, paged_backend.cache.manager, paged_backend.bench.traces, paged_backend.bench.contiguous\n"
+        "import sys, paged_backend.cache.manager, paged_backend.bench.traces, benchmarks.memory.contiguous\n"
         "print('torch' in sys.modules)"
     )
     assert python(code) == "False"

@@ -3,7 +3,7 @@
 A tile fixes the order in which a dot product is summed. What a request gets must not depend on its batch-mates,
 so nothing here looks at how many sequences there are. ``capability``: 80, 90, 100 for NVIDIA's, 0 for AMD's.
 The figures are the largest that compile without spilling registers for sm_80, sm_90, sm_100 and gfx942
-(``paged-backend bench kernels`` prints the table).
+(``python -m benchmarks kernels`` prints the table).
 
 ``num_stages`` counts what Triton's pipeliner spreads a tile over, not the buffers it gets: in attention the ids in
 the block table, the addresses made from them and the products each take a stage, so that 5 stages are 3 buffers of

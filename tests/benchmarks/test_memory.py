@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from paged_backend.bench.arena import BuddyArena, FirstFitArena
-from paged_backend.bench.contiguous import PLACEMENTS, POLICIES, reservation, run_contiguous
+from benchmarks.__main__ import app
+from benchmarks.memory.arena import BuddyArena, FirstFitArena
+from benchmarks.memory.contiguous import PLACEMENTS, POLICIES, reservation, run_contiguous
 from paged_backend.bench.memory import CATEGORIES, run_paged
 from paged_backend.bench.traces import PRESETS, TraceRequest, make_trace, mean_lengths, read_trace
-from paged_backend.cli.app import app
 
 CONTEXT, POOL = 256, 1000
 SMALL = {"pool_tokens": POOL, "context": CONTEXT, "max_num_seqs": 16, "max_num_batched_tokens": 64}
@@ -211,7 +211,6 @@ def test_buddies_stand_on_multiples_of_their_size():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 FLAGS = [
-    "bench",
     "memory",
     "--requests",
     "12",
@@ -267,7 +266,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_computed(
 ):
     find, absent = importlib.util.find_spec, "matplotlib" if complaint.startswith("pip") else ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find(name))
-    arguments = ["bench", command, "/nonexistent/model", "--plot", str(tmp_path / picture)]
+    arguments = [command, "/nonexistent/model", "--plot", str(tmp_path / picture)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert complaint in result.stderr

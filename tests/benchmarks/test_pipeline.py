@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paged_backend.bench import pipeline_command
-from paged_backend.bench.commands import register
-from paged_backend.bench.contenders import Contender
-from paged_backend.bench.harness import Settings
-from paged_backend.bench.pipeline import chats, run_once, same_answers
+from benchmarks.compare import pipeline_command
+from benchmarks.compare.commands import register
+from benchmarks.compare.contenders import Contender
+from benchmarks.compare.harness import Settings
+from benchmarks.compare.pipeline import chats, run_once, same_answers
 
 FAKE = """
 import json, sys
@@ -67,7 +67,7 @@ def command(monkeypatch, tmp_path):
         Contender("mine", sys.executable, mine, ours=True),
     ]
     monkeypatch.setattr(pipeline_command, "_contenders", lambda *_: made)
-    monkeypatch.setattr("paged_backend.bench.export.export", lambda *_: tmp_path)
+    monkeypatch.setattr("benchmarks.compare.export.export", lambda *_: tmp_path)
     app = typer.Typer()
     register(app)
     return lambda *args: CliRunner().invoke(app, ["pipeline", *args])

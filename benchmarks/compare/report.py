@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paged_backend.bench.measures import Benchmark, Row
+from benchmarks.compare.measures import Benchmark, Row
 from paged_backend.errors import PagedBackendError
 
 _OURS, _PEER, _FAILED = "#2b6cb0", "#a0aec0", "#c53030"

@@ -23,7 +23,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     """The command line in a process of its own, where Triton compiles instead of interpreting."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "paged_backend", "bench", *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments],
         env={**env, **environment},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def test_without_a_gpu_the_benchmark_says_so_and_succeeds() -> None:
 def test_the_checks_pass_in_the_interpreter_and_notice_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paged_backend.bench.device_checks import TINY, check_kernels
+    from benchmarks.device.checks import TINY, check_kernels
     from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
@@ -65,7 +65,7 @@ def test_the_checks_pass_in_the_interpreter_and_notice_a_wrong_result(
 
 @needs_triton
 def test_checks_get_the_same_inputs_every_time() -> None:
-    from paged_backend.bench.device_checks import TINY, checks
+    from benchmarks.device.checks import TINY, checks
     from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
@@ -79,7 +79,7 @@ def test_checks_get_the_same_inputs_every_time() -> None:
 
 @needs_triton
 def test_a_token_is_right_if_the_noise_falls_into_its_part_of_what_is_kept() -> None:
-    from paged_backend.bench.device_draws import nearest
+    from benchmarks.device.draws import nearest
 
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64).log()
     row = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "noise": 0.45}
@@ -101,8 +101,8 @@ def test_a_token_is_right_if_the_noise_falls_into_its_part_of_what_is_kept() -> 
 def test_of_some_dtypes_few_head_shapes_are_checked_and_what_is_left_out_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paged_backend.bench import device_checks
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device import checks as device_checks
+    from benchmarks.device.report import Report
 
     def operations(kernels: object, sizes: Any) -> Any:
         for heads in sizes.heads:
@@ -128,8 +128,8 @@ def test_of_some_dtypes_few_head_shapes_are_checked_and_what_is_left_out_is_note
 
 @needs_triton
 def test_a_check_that_costs_the_gpu_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.bench import device_checks
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device import checks as device_checks
+    from benchmarks.device.report import Report
     from paged_backend.kernels.triton.backend import TritonKernels
 
     def crash(*_: object) -> None:
@@ -146,8 +146,8 @@ def test_a_check_that_costs_the_gpu_ends_the_checks(monkeypatch: pytest.MonkeyPa
 
 @needs_triton
 def test_attention_is_timed_as_a_share_of_what_the_device_can_do() -> None:
-    from paged_backend.bench.device_attention import measure_attention, measure_ceilings
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device.attention import measure_attention, measure_ceilings
+    from benchmarks.device.report import Report
     from paged_backend.kernels.triton.backend import TritonKernels
 
     report = Report("interpreter")
@@ -168,7 +168,7 @@ def test_attention_is_timed_as_a_share_of_what_the_device_can_do() -> None:
 
 @needs_triton
 def test_calls_go_round_more_memory_than_an_l2_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.bench.device_attention import time_attention
+    from benchmarks.device.attention import time_attention
     from paged_backend.kernels.triton.backend import TritonKernels
 
     kernels = TritonKernels("cpu", "float32")
@@ -184,7 +184,7 @@ def test_calls_go_round_more_memory_than_an_l2_holds(monkeypatch: pytest.MonkeyP
 
 
 def small_llama() -> dict[str, Any]:
-    from paged_backend.bench.device_engine import LLAMA_8B
+    from benchmarks.device.engine import LLAMA_8B
 
     small = {**LLAMA_8B, "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     return small | {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
@@ -192,8 +192,8 @@ def small_llama() -> dict[str, Any]:
 
 @needs_triton
 def test_a_model_with_random_weights_is_measured() -> None:
-    from paged_backend.bench.device_engine import measure_engine
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device.engine import measure_engine
+    from benchmarks.device.report import Report
 
     told: list[str] = []
     report = Report("interpreter", told.append, bandwidth=1e12, peak=1e15)
@@ -225,7 +225,7 @@ def scripted_engine() -> Any:
 
 @needs_triton
 def test_what_steps_and_prompts_cost_at_least_is_counted_as_the_page_on_gpus_does() -> None:
-    from paged_backend.bench.device_engine import prefill_work, random_checkpoint, weight_bytes
+    from benchmarks.device.engine import prefill_work, random_checkpoint, weight_bytes
     from paged_backend.kernels.triton.backend import TritonKernels
     from paged_backend.models.architectures import spec_from_config
     from paged_backend.models.decoder import Decoder
@@ -242,7 +242,7 @@ def test_what_steps_and_prompts_cost_at_least_is_counted_as_the_page_on_gpus_doe
 
 
 def test_steps_in_which_everybody_decodes_are_told_from_those_with_prompts() -> None:
-    from paged_backend.bench.device_engine import run_requests
+    from benchmarks.device.engine import run_requests
 
     with scripted_engine() as engine:
         assert run_requests(engine, 3, 5, 4).step is not None
@@ -251,8 +251,8 @@ def test_steps_in_which_everybody_decodes_are_told_from_those_with_prompts() -> 
 
 
 def test_the_demo_model_is_measured_or_its_absence_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_backend.bench.device_engine import measure_demo
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device.engine import measure_demo
+    from benchmarks.device.report import Report
     from paged_backend.engine import registry
     from paged_backend.errors import ModelLoadError
 
@@ -273,9 +273,9 @@ def test_the_demo_model_is_measured_or_its_absence_noted(monkeypatch: pytest.Mon
 def test_what_a_stage_finds_is_told_and_saved_before_the_next_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paged_backend.bench import device
-    from paged_backend.bench.device import Stage, run_stages
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device import run
+    from benchmarks.device.report import Report
+    from benchmarks.device.run import Stage, run_stages
 
     events: list[str] = []
 
@@ -299,7 +299,7 @@ def test_what_a_stage_finds_is_told_and_saved_before_the_next_begins(
     assert report.errors == ["crash: RuntimeError: out of memory"]
     assert report.failed
 
-    monkeypatch.setattr(device, "still_works", lambda: False)
+    monkeypatch.setattr(run, "still_works", lambda: False)
     lost = Report("none")
     saved: list[int] = []
     run_stages(lost, stages, now + 1000, lambda r: saved.append(len(r.rows)))
@@ -315,8 +315,8 @@ def test_the_command_prints_and_writes_what_is_known_and_fails_if_anything_did(
     import typer
     from typer.testing import CliRunner
 
-    from paged_backend.bench import device, device_commands
-    from paged_backend.bench.device_report import Report
+    from benchmarks.device import commands, run
+    from benchmarks.device.report import Report
 
     def bench(seconds: float, tell: Any, save: Any) -> Report:
         report = Report("a card", tell)
@@ -327,9 +327,9 @@ def test_the_command_prints_and_writes_what_is_known_and_fails_if_anything_did(
         return report
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device, "run_device_bench", bench)
+    monkeypatch.setattr(run, "run_device_bench", bench)
     app = typer.Typer()
-    device_commands.register(app)
+    commands.register(app)
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(app, ["device", "--json", str(file)])
     assert result.exit_code == bad
@@ -378,7 +378,7 @@ def test_a_spill_and_too_much_shared_memory_do_not_fit() -> None:
 def test_every_configuration_compiles_without_a_spill(tmp_path: Path, target: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "paged_backend", "bench", "kernels", "--target", target],
+        [sys.executable, "-m", "benchmarks", "kernels", "--target", target],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

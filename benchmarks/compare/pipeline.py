@@ -1,4 +1,4 @@
-"""``paged-backend bench pipeline``: chats through our text-generation pipeline and through transformers' own.
+"""``python -m benchmarks pipeline``: chats through our text-generation pipeline and through transformers' own.
 
 Both get the same list in one call and the same options, so answers end where the model ends them: what a static batch
 does with rows that are done, and with prompts of unequal length, is part of what is measured. Runs are fresh processes
@@ -11,9 +11,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.bench.contenders import Contender
-from paged_backend.bench.harness import RunResult, Settings, ask, one_line
-from paged_backend.bench.measures import Benchmark, Column
+from benchmarks.compare.contenders import Contender
+from benchmarks.compare.harness import RunResult, Settings, ask, one_line
+from benchmarks.compare.measures import Benchmark, Column
 from paged_backend.bench.perplexity import default_text
 from paged_backend.bench.workloads import PROMPTS, BenchRequest, draw_lengths
 

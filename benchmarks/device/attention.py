@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from paged_backend.bench.device_report import Report
+from benchmarks.device.report import Report
 from paged_backend.kernels.base import AttentionInputs
 from paged_backend.kernels.triton.backend import TritonKernels
 

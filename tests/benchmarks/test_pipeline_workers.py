@@ -1,4 +1,4 @@
-"""``paged-backend bench pipeline`` with its real workers, on the tiny model."""
+"""``python -m benchmarks pipeline`` with its real workers, on the tiny model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paged_backend.cli.bench import app
+from benchmarks.__main__ import app
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("more", [[], ["--ignore-eos"]])
-def test_both_sides_give_the_same_answers(more: list[str], folder: Path, tmp_path: Path) -> None:
-    long = shutil.copytree(folder, tmp_path / "long")
+def test_both_sides_give_the_same_answers(more: list[str], tiny_model: str, tmp_path: Path) -> None:
+    long = shutil.copytree(tiny_model, tmp_path / "long")
     config = json.loads((long / "config.json").read_text())
     (long / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
     sizes = ["--requests", "5", "--batch-size", "2", "--max-new-tokens", "9", "--repeats", "1"]

@@ -1,4 +1,4 @@
-"""``paged-backend bench device``: on a machine with a GPU, whether the kernels are right and how fast they are.
+"""``python -m benchmarks device``: on a machine with a GPU, whether the kernels are right and how fast they are.
 
 What the card can do first, as the rest is given as shares of it; then kernels against float64, attention alone, and the
 whole engine: a model of Llama-3 8B's shape with random weights, and the demo model. A stage begins only if its time is
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from paged_backend.bench.device_attention import measure_attention, measure_ceilings
-from paged_backend.bench.device_checks import check_all
-from paged_backend.bench.device_engine import measure_demo, measure_engine
-from paged_backend.bench.device_report import Report, one_line, still_works
+from benchmarks.device.attention import measure_attention, measure_ceilings
+from benchmarks.device.checks import check_all
+from benchmarks.device.engine import measure_demo, measure_engine
+from benchmarks.device.report import Report, one_line, still_works
 
 
 @dataclass(frozen=True, slots=True)

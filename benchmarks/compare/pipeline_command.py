@@ -1,4 +1,4 @@
-"""The command ``paged-backend bench pipeline``; what it measures is told in ``pipeline``."""
+"""The command ``python -m benchmarks pipeline``; what it measures is told in ``pipeline``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from paged_backend.bench.comparisons import (
+from benchmarks.compare.commands import (
     Cores,
     Json,
     Model,
@@ -26,8 +26,8 @@ from paged_backend.bench.comparisons import (
     cores_of,
     show_run,
 )
-from paged_backend.bench.contenders import VARIANTS, WORKERS, Contender, parse_variant
-from paged_backend.bench.harness import Settings, alternate
+from benchmarks.compare.contenders import VARIANTS, WORKERS, Contender, parse_variant
+from benchmarks.compare.harness import Settings, alternate
 
 
 def pipeline(
@@ -55,10 +55,10 @@ def pipeline(
     workdir: Workdir = None,
 ) -> None:
     """Answers per second of our text-generation pipeline beside transformers' own, on the same float32 folder."""
-    from paged_backend.bench import report
-    from paged_backend.bench.export import export
-    from paged_backend.bench.measures import rows
-    from paged_backend.bench.pipeline import PIPELINE, chats, run_once, same_answers
+    from benchmarks.compare import report
+    from benchmarks.compare.export import export
+    from benchmarks.compare.measures import rows
+    from benchmarks.compare.pipeline import PIPELINE, chats, run_once, same_answers
     from paged_backend.errors import PagedBackendError
 
     pinned = cores_of(cores)

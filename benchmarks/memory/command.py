@@ -1,4 +1,4 @@
-"""``paged-backend bench``: what the engine's parts cost, measured."""
+"""The command ``memory``: KV memory under one trace, ours and contiguous reservation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.bench.commands import register
-from paged_backend.bench.comparisons import Plot
-from paged_backend.bench.device_commands import register as register_device
-from paged_backend.cli.common import complain, orderly
+from benchmarks.compare.commands import Plot
+from paged_backend.cli.common import complain
 from paged_backend.cli.flags import checked_config, with_flags
 from paged_backend.cli.help import HeadedCommand
 
@@ -20,15 +18,15 @@ if TYPE_CHECKING:
     from paged_backend.bench.memory import MemoryRun
     from paged_backend.bench.traces import TraceRequest
 
-app = typer.Typer(help="Benchmarks.", no_args_is_help=True, rich_markup_mode=None)
-register(app)
-register_device(app)
-
 PAPER_POOL = 15728
 """Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""
 
 
-@app.command("memory", cls=HeadedCommand)
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("memory", cls=HeadedCommand)(memory)
+
+
 @with_flags("engine")
 def memory(
     model: Annotated[
@@ -63,7 +61,7 @@ def memory(
                 f"--{name.replace('_', '-')} has no place here: use --pool-tokens and --context"
             )
     checked_config(model or "none", engine)
-    from paged_backend.bench.contiguous import PLACEMENTS, POLICIES, run_contiguous
+    from benchmarks.memory.contiguous import PLACEMENTS, POLICIES, run_contiguous
     from paged_backend.bench.memory import run_paged
     from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
     from paged_backend.errors import PagedBackendError
@@ -111,7 +109,7 @@ def memory(
         if json is not None:
             json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
         if plot is not None:
-            from paged_backend.bench.plot import plot_memory
+            from benchmarks.memory.plot import plot_memory
 
             plot_memory(runs, plot, title)
     except (PagedBackendError, ValueError, OSError) as error:
@@ -185,61 +183,3 @@ def _as_data(title: str, trace: Sequence[TraceRequest], runs: Sequence[MemoryRun
         "trace": [asdict(request) for request in trace],
         "runs": [{**run.summary(), "samples": samples[run.name]} for run in runs],
     }
-
-
-@app.command("scheduler")
-def scheduler(
-    running: Annotated[
-        list[int] | None,
-        typer.Option(help="Running requests; may be repeated. Default: 1, 8 and 64."),
-    ] = None,
-    waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 200,
-    device_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Instead: how long a step lasts on a device that computes so long for it, with the next one launched "
-            "when it is done and before."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Microseconds that scheduler and cache take per decode step (median), without a model."""
-    from dataclasses import asdict
-
-    from paged_backend.bench.scheduler import measure_overlap, measure_step
-
-    if device_ms is not None:
-        if waiting:
-            raise typer.BadParameter("--waiting is not for --device-ms")
-        try:
-            times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        if json:
-            typer.echo(json_module.dumps([asdict(found) for found in times]))
-            return
-        rows = [["running", "device", "in turn", "ahead"]]
-        rows += [
-            [str(t.running), *(f"{value:.0f}" for value in (t.device, t.in_turn, t.ahead))] for t in times
-        ]
-        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
-        return
-
-    try:
-        costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if json:
-        typer.echo(json_module.dumps([{**asdict(cost), "total": cost.total} for cost in costs]))
-        return
-    rows = [["running", "waiting", "schedule", "build", "commit", "total"]]
-    for cost in costs:
-        figures = (cost.schedule, cost.build, cost.commit, cost.total)
-        rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
-    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
-
-
-for command in app.registered_commands:
-    if command.callback is not None:
-        command.callback = orderly(command.callback)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paged_backend.bench.contenders import Contender
+from benchmarks.compare.contenders import Contender
 from paged_backend.bench.workloads import BenchRequest, Workload, as_json
 
 

@@ -1,4 +1,7 @@
-"""The commands that compare: ``throughput``, ``latency``, ``prefix`` and ``longcontext``."""
+"""The commands that compare: ``throughput``, ``latency``, ``prefix``, ``longcontext`` and ``pipeline``.
+
+``register`` hangs them into a command line. Nothing heavy is imported until one runs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from paged_backend.bench.contenders import VARIANTS, Contender, make_contenders
-from paged_backend.bench.drawing import drawable
-from paged_backend.bench.harness import RunResult, Settings, compare
+from benchmarks.compare.contenders import VARIANTS, Contender, make_contenders
+from benchmarks.compare.harness import RunResult, Settings, compare
+from benchmarks.drawing import drawable
 from paged_backend.bench.workloads import Workload
 
 Model = Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id or 'demo'.")]
@@ -80,6 +83,14 @@ class _Common:
             return make_contenders(variants, self.peer or (), sys.executable)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands that compare to ``app``."""
+    from benchmarks.compare.pipeline_command import pipeline  # it has its options from here
+
+    for function in (throughput, latency, prefix, longcontext, pipeline):
+        app.command(function.__name__)(function)
 
 
 def throughput(
@@ -189,7 +200,7 @@ def longcontext(
 
 def _run(name: str, common: _Common, make: Callable[[int], Workload | dict[str, Workload]]) -> None:
     """make: vocabulary -> the workload, or several that each contender runs, by what is added to its label."""
-    from paged_backend.bench import export, measures, report
+    from benchmarks.compare import export, measures, report
     from paged_backend.errors import PagedBackendError
 
     benchmark = getattr(measures, name)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paged_backend.bench.device_report import Report
+from benchmarks.device.report import Report
 from paged_backend.config import EngineConfig
 
 LLAMA_8B: Mapping[str, Any] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from paged_backend.bench.harness import RunResult
+from benchmarks.compare.harness import RunResult
 
 Measure = Callable[[RunResult], dict[str, float]]
 

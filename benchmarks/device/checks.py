@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_backend.bench.device_draws import draws, penalised
-from paged_backend.bench.device_report import Report, one_line, still_works
+from benchmarks.device.draws import draws, penalised
+from benchmarks.device.report import Report, one_line, still_works
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.triton.backend import TritonKernels
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paged_backend.bench.arena import Arena, BuddyArena, FirstFitArena
+from benchmarks.memory.arena import Arena, BuddyArena, FirstFitArena
 from paged_backend.bench.memory import MemoryRun, Sample, check_trace
 from paged_backend.bench.traces import TraceRequest
 

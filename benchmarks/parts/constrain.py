@@ -1,4 +1,4 @@
-"""What grammars cost a step: ``python -m paged_backend.bench.constrain``.
+"""What grammars cost a step: ``python -m benchmarks.parts.constrain``.
 
 A step's time is measured with free requests; what a grammar adds to it by replaying outputs through as many states on
 one thread. Filling masks counts in full here, though the engine does it while the model computes.

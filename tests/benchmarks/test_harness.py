@@ -11,10 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paged_backend.bench import comparisons, measures, report, workloads
-from paged_backend.bench.commands import register
-from paged_backend.bench.contenders import Contender, make_contenders, parse_peer, parse_variant
-from paged_backend.bench.harness import Settings, compare, run_once
+from benchmarks.compare import commands, measures, report
+from benchmarks.compare.commands import register
+from benchmarks.compare.contenders import Contender, make_contenders, parse_peer, parse_variant
+from benchmarks.compare.harness import Settings, compare, run_once
+from paged_backend.bench import workloads
 
 VOCAB = 1000
 FAKE = """
@@ -244,7 +245,7 @@ def test_a_peer_without_token_times_fails_where_they_are_needed(fake):
 
 def test_the_shared_protocol_keeps_stdout_clean_and_drives_steps(tmp_path):
     """A peer that is stepped, talks on stdout, and is asked for requests that enter late and one by one."""
-    folder = Path(comparisons.__file__).parent / "peers"
+    folder = Path(commands.__file__).parent / "peers"
     script = tmp_path / "worker.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(folder)!r})\n"
@@ -289,8 +290,8 @@ def command(monkeypatch, fake):
     app = typer.Typer()
     register(app)
     peers = {"quick": fake("quick", 1.0, ours=True), "slow": fake("slow", 2.0)}
-    monkeypatch.setattr(comparisons, "make_contenders", lambda *_: list(peers.values()))
-    monkeypatch.setattr(comparisons, "_vocab_size", lambda model: VOCAB)
+    monkeypatch.setattr(commands, "make_contenders", lambda *_: list(peers.values()))
+    monkeypatch.setattr(commands, "_vocab_size", lambda model: VOCAB)
     return lambda *args: CliRunner().invoke(app, list(args))
 
 
@@ -336,7 +337,7 @@ def test_perplexity_windows():
 def test_marks_split_a_step_and_drop_what_was_interrupted(monkeypatch):
     from types import SimpleNamespace
 
-    from paged_backend.bench import step as step_module
+    from benchmarks.parts import step as step_module
 
     now = [0.0]
     monkeypatch.setattr(step_module.time, "perf_counter", lambda: now[0])
@@ -373,7 +374,7 @@ def test_marks_split_a_step_and_drop_what_was_interrupted(monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_of_the_demo_model_is_profiled():
-    from paged_backend.bench.step import PARTS, profile_steps
+    from benchmarks.parts.step import PARTS, profile_steps
 
     for profile in profile_steps("demo", [1, 3], steps=6, context=8, max_model_len=256, num_blocks=64):
         assert set(profile.parts) == set(PARTS)

@@ -1,6 +1,6 @@
-"""``paged-backend bench throughput | latency | prefix | longcontext | step | perplexity | pipeline``: the commands.
+"""The commands about parts: ``step``, ``scheduler`` and ``perplexity``.
 
-``register`` hangs them into the command line's ``bench`` group. Nothing heavy is imported until one runs.
+``register`` hangs them into a command line. Nothing heavy is imported until one runs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from paged_backend.bench.comparisons import (
-    Cores,
-    Json,
-    Model,
-    complain,
-    cores_of,
-    latency,
-    longcontext,
-    prefix,
-    throughput,
-)
-from paged_backend.bench.contenders import VARIANTS
-from paged_backend.bench.pipeline_command import pipeline
+from benchmarks.compare.commands import Cores, Json, Model, complain, cores_of
+from benchmarks.compare.contenders import VARIANTS
+from benchmarks.memory.command import aligned
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to ``app``."""
-    for function in (throughput, latency, prefix, longcontext, step, perplexity, pipeline):
+    for function in (step, perplexity, scheduler):
         app.command(function.__name__)(function)
 
 
@@ -50,8 +40,8 @@ def step(
     json: Json = None,
 ) -> None:
     """Where the time of one decode step goes: inside kernels, and outside of them part by part."""
-    from paged_backend.bench.contenders import parse_variant
-    from paged_backend.bench.step import PARTS, profile_steps
+    from benchmarks.compare.contenders import parse_variant
+    from benchmarks.parts.step import PARTS, profile_steps
     from paged_backend.errors import PagedBackendError
 
     threads = _pin(cores_of(cores))
@@ -95,7 +85,7 @@ def perplexity(
     json: Json = None,
 ) -> None:
     """Perplexity of a text under each variant, and its ratio to the first."""
-    from paged_backend.bench.contenders import parse_variant
+    from benchmarks.compare.contenders import parse_variant
     from paged_backend.bench.perplexity import default_text
     from paged_backend.bench.perplexity import perplexity as measure
 
@@ -126,6 +116,58 @@ def perplexity(
         json.write_text(json_module.dumps(found, indent=1), encoding="utf-8")
     if first is None:
         raise typer.Exit(1)
+
+
+def scheduler(
+    running: Annotated[
+        list[int] | None,
+        typer.Option(help="Running requests; may be repeated. Default: 1, 8 and 64."),
+    ] = None,
+    waiting: Annotated[int, typer.Option(help="Requests that wait at a full pool meanwhile.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 200,
+    device_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: how long a step lasts on a device that computes so long for it, with the next one launched "
+            "when it is done and before."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Microseconds that scheduler and cache take per decode step (median), without a model."""
+    from dataclasses import asdict
+
+    from benchmarks.parts.scheduler import measure_overlap, measure_step
+
+    if device_ms is not None:
+        if waiting:
+            raise typer.BadParameter("--waiting is not for --device-ms")
+        try:
+            times = [measure_overlap(count, device_ms, steps=steps) for count in running or [1, 8, 64]]
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if json:
+            typer.echo(json_module.dumps([asdict(found) for found in times]))
+            return
+        rows = [["running", "device", "in turn", "ahead"]]
+        rows += [
+            [str(t.running), *(f"{value:.0f}" for value in (t.device, t.in_turn, t.ahead))] for t in times
+        ]
+        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+        return
+
+    try:
+        costs = [measure_step(count, waiting=waiting, steps=steps) for count in running or [1, 8, 64]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_module.dumps([{**asdict(cost), "total": cost.total} for cost in costs]))
+        return
+    rows = [["running", "waiting", "schedule", "build", "commit", "total"]]
+    for cost in costs:
+        figures = (cost.schedule, cost.build, cost.commit, cost.total)
+        rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
+    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
 
 
 def _pin(cores: Sequence[int]) -> int:
