@@ -6,7 +6,7 @@
 #ifndef PB_ATTENTION_TILE_H
 #define PB_ATTENTION_TILE_H
 
-#include "linear.h"
+#include "panels.h"
 
 enum {
     SUB = 16,     /* tokens of a sub-block */

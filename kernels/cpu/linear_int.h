@@ -13,7 +13,7 @@
 #ifndef PB_LINEAR_INT_H
 #define PB_LINEAR_INT_H
 
-#include "linear_amx.h"
+#include "panels.h"
 
 enum {
     INT_STEP = 64,

@@ -3,7 +3,7 @@
  * All are bound by memory; each reads its inputs once. Rows are independent, and each is computed by one
  * thread.
  */
-#include "linear.h"
+#include "panels.h"
 #include "threads.h"
 
 enum { FLOATS_PER_ITEM = 8192 }; /* about two microseconds of work */

@@ -2,7 +2,7 @@
  *
  * vf / vi: W floats / W int32. GCC vector extensions give arithmetic, comparison and selection on all
  * targets; intrinsics are used only where the extensions have no word for it (fused multiply-add, partial
- * loads). The sizes of the register tiles of linear.c and attention.c follow from the number of registers:
+ * loads). The sizes of the register tiles of linear_float.c and attention.c follow from the number of registers:
  *   NV vectors make one panel of NR outputs, MR rows share it: MR * NV accumulators + NV + 1 <= registers.
  */
 #ifndef PB_SIMD_H

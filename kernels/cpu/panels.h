@@ -1,8 +1,16 @@
-/* Packed weights of a linear: what the storage kinds share. */
-#ifndef PB_LINEAR_H
-#define PB_LINEAR_H
+/* Packed weights of a linear: what the storage kinds share. It knows none of them: linear.c stands on all. */
+#ifndef PB_PANELS_H
+#define PB_PANELS_H
 
 #include "simd.h"
+
+/* Machines with a matrix unit also have the byte products and byte permutations that the integer kernels use. */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && PB_AVX512 && \
+    defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define PB_AMX 1
+#else
+#define PB_AMX 0
+#endif
 
 enum { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1, DTYPE_INT8 = 2, DTYPE_INT4 = 3 };
 
