@@ -13,8 +13,7 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import BatchError, EngineClosedError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.toolcalls.formats import tool_format_for
-from paged_backend.toolcalls.prompt import chat_prompt
+from paged_backend.toolcalls.chat import prepare_chat
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -55,18 +54,7 @@ class LLM:
         """
         self._ensure_open()
         items = as_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(items)
-        elif isinstance(sampling_params, Mapping):
-            raise TypeError(
-                "sampling_params must be SamplingParams, got a dict: use SamplingParams(**options)"
-            )
-        else:
-            params = list(sampling_params)
-            if len(params) != len(items):
-                raise ValueError(
-                    f"{len(params)} sampling_params for {len(items)} prompts: give one, or one each"
-                )
+        params = _one_each(sampling_params, len(items))
         return self._gather(self.engine.submit_many(items, params), use_tqdm)
 
     def chat(
@@ -74,7 +62,10 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -83,8 +74,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat template.
 
-        tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it. Calls
-        stand in the outputs' text: ``paged_backend.toolcalls.parse_reply`` reads them.
+        tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it, and
+        calls that are begun are valid ones. Calls stand in the outputs' text: ``paged_backend.toolcalls.parse_reply``
+        reads them. tool_choice, parallel_tool_calls, response_format: as in OpenAI's API.
         """
         self._ensure_open()
         single = bool(messages) and isinstance(messages, Sequence) and isinstance(messages[0], Mapping)
@@ -95,21 +87,25 @@ class LLM:
                     'a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}], '
                     f"got {conversation!r:.80}"
                 )
-        tool_format = tool_format_for(self.tokenizer, chat_template)
-        prompts: list[Prompt] = [
-            chat_prompt(
+        calls = [
+            prepare_chat(
                 self.tokenizer,
                 conversation,
-                tools,
-                tool_format,
+                params,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                response_format=response_format,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation, params in zip(conversations, _one_each(sampling_params, len(conversations)))
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            [call.prompt for call in calls], [call.params for call in calls], use_tqdm=use_tqdm
+        )
 
     def _gather(self, handles: list[RequestHandle], use_tqdm: bool) -> list[RequestOutput]:
         try:
@@ -160,3 +156,16 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _one_each(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if isinstance(given, Mapping):
+        raise TypeError("sampling_params must be SamplingParams, got a dict: use SamplingParams(**options)")
+    params = list(given)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one each")
+    return params

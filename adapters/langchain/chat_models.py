@@ -37,9 +37,8 @@ from paged_backend.adapters.langchain.stream import ReplyChunks
 from paged_backend.adapters.langchain.structured import structured_runnable
 from paged_backend.engine.engine import Engine
 from paged_backend.outputs import RequestOutput
-from paged_backend.toolcalls import ChatCall, chat_prompt, prepare_chat, tool_format_for
+from paged_backend.toolcalls import CHAT_OPTIONS, ChatCall, chat_prompt, prepare_chat
 
-_CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template")
 _IGNORED = ("stream", "strict", "ls_structured_output_format", "structured_output_format")
 
 
@@ -68,9 +67,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
         kwargs: Mapping[str, Any],
         stream: bool = False,
     ) -> tuple[Engine, ChatCall]:
-        options = {name: kwargs[name] for name in _CHAT_OPTIONS if kwargs.get(name) is not None}
+        options = {name: kwargs[name] for name in CHAT_OPTIONS if kwargs.get(name) is not None}
         template = {**(self.chat_template_kwargs or {}), **(kwargs.get("chat_template_kwargs") or {})}
-        ours = (*_CHAT_OPTIONS, *_IGNORED, "chat_template_kwargs")
+        ours = (*CHAT_OPTIONS, *_IGNORED, "chat_template_kwargs")
         sampling = {name: value for name, value in kwargs.items() if name not in ours}
         params = self._params(stop, sampling, stream)
         if "tools" in options:
@@ -78,7 +77,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
         engine = self._engine(kwargs)
         self._learn(engine)
         with translated_errors():
-            return engine, prepare_chat(engine.tokenizer, to_dicts(messages), params, **options, **template)
+            return engine, prepare_chat(
+                engine.tokenizer, to_dicts(messages), params, chat_template_kwargs=template, **options
+            )
 
     def _generate(
         self,
@@ -248,7 +249,9 @@ class ChatPaged(PagedOptions, BaseChatModel):
         tokenizer = self._engine({}).tokenizer
         offered = [convert_to_openai_tool(tool) for tool in tools or ()]
         with translated_errors():
-            prompt = chat_prompt(tokenizer, to_dicts(messages), offered, tool_format_for(tokenizer))
+            prompt = chat_prompt(
+                tokenizer, to_dicts(messages), offered, chat_template_kwargs=self.chat_template_kwargs
+            )
         return len(prompt["prompt_token_ids"])
 
     def _resolve_model_profile(self) -> ModelProfile | None:

@@ -32,9 +32,7 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
-from paged_backend.toolcalls import ChatCall, prepare_chat
-
-_CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template")
+from paged_backend.toolcalls import CHAT_OPTIONS, ChatCall, prepare_chat
 
 
 class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
@@ -105,11 +103,13 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     def _submit_chat(
         self, messages: Sequence[ChatMessage], kwargs: dict[str, Any], stream: bool = False
     ) -> tuple[ChatCall, RequestHandle]:
-        options = {name: kwargs[name] for name in _CHAT_OPTIONS if kwargs.get(name) is not None}
-        sampling = {k: v for k, v in kwargs.items() if k not in (*_CHAT_OPTIONS, "chat_template_kwargs")}
+        options = {name: kwargs[name] for name in CHAT_OPTIONS if kwargs.get(name) is not None}
+        sampling = {k: v for k, v in kwargs.items() if k not in (*CHAT_OPTIONS, "chat_template_kwargs")}
         template = {**self.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
         params = self._params(sampling, stream)
-        call = prepare_chat(self._engine.tokenizer, to_dicts(messages), params, **options, **template)
+        call = prepare_chat(
+            self._engine.tokenizer, to_dicts(messages), params, chat_template_kwargs=template, **options
+        )
         return call, self._engine.submit(call.prompt, call.params)
 
     def _chat_response(self, call: ChatCall, output: RequestOutput) -> ChatResponse:

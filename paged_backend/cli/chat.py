@@ -109,14 +109,14 @@ class Conversation:
 
         from paged_backend.errors import ContextOverflowError, PagedBackendError
         from paged_backend.sampling_params import RequestOutputKind
+        from paged_backend.toolcalls import chat_prompt
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self.turns, {"role": "user", "content": text}]
         params = replace(sampling_params(self.sampling), output_kind=RequestOutputKind.DELTA)
         said = ""
         try:
-            ids = self.engine.tokenizer.encode_chat(messages)
-            handle = self.engine.submit({"prompt_token_ids": ids}, params)
+            handle = self.engine.submit(chat_prompt(self.engine.tokenizer, messages), params)
             try:
                 for output in handle:
                     said += output.outputs[0].text

@@ -111,12 +111,14 @@ class _Session:
         return self.engine.submit(self._prompt(item), params)
 
     def _prompt(self, item: Item) -> Any:
+        from paged_backend.toolcalls import chat_prompt
+
         if item.kind == "prompt_token_ids":
             return {"prompt_token_ids": item.value}
         if item.kind == "prompt" and not self.chat:
             return item.value
         messages = item.value if item.kind == "messages" else [{"role": "user", "content": item.value}]
-        return {"prompt_token_ids": self.engine.tokenizer.encode_chat(messages)}
+        return chat_prompt(self.engine.tokenizer, messages)
 
     def fail(self, item: Item, error: Exception | str, kind: str = "rejected") -> None:
         self.good = False

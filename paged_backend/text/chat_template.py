@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,7 @@ from paged_backend.errors import RequestRejectedError
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_ASKS_FOR_NONE = re.compile(r"content['\"\]) ]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 _PROBE = "paged backend probe"
 
 
@@ -31,6 +33,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise RequestRejectedError(f"the chat template is not valid Jinja: {error}") from error
         self._takes_parts: bool | None = None
+        self._asks_for_none = _ASKS_FOR_NONE.search(source) is not None
 
     def render(
         self,
@@ -43,12 +46,11 @@ class ChatTemplate:
         """The prompt for ``messages`` (dicts, dataclasses or pydantic objects with ``role`` and ``content``).
 
         Content may be a string or a list of OpenAI-style parts; for a template that only knows strings the
-        text parts are joined by newlines. Arguments of tool calls given as JSON text become objects, which is
-        what templates expect. ``variables`` are visible to the template. Raises ``RequestRejectedError`` for
-        what the template refuses, malformed messages, and parts that are not text where only text can be
-        taken.
+        text parts are joined by newlines. Arguments of tool calls become objects, see :func:`call_arguments`.
+        ``variables`` are visible to the template. Raises ``RequestRejectedError`` for what the template
+        refuses, malformed messages, and parts that are not text where only text can be taken.
         """
-        chat = [_message(message, index) for index, message in enumerate(messages)]
+        chat = [self._message(message, index) for index, message in enumerate(messages)]
         if not chat:
             raise RequestRejectedError("the conversation is empty; give at least one message")
         if any(isinstance(message.get("content"), (list, tuple)) for message in chat) and not self._parts(
@@ -61,6 +63,22 @@ class ChatTemplate:
         schemas = None if tools is None else [plain_data(tool_schema(tool)) for tool in tools]
         text = self._run(chat, schemas, add_generation_prompt, variables)
         return _cut_at_mark(text, final) if continue_final_message else text
+
+    def _message(self, message: Any, index: int) -> dict[str, Any]:
+        data = _as_dict(message, index)
+        reasoning = next((data[name] for name in _REASONING if name in data), None)
+        if reasoning is not None:
+            data = {"thinking": reasoning, **data, "reasoning_content": reasoning}
+        calls = data.get("tool_calls")
+        for call in calls or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                function["arguments"] = call_arguments(function.get("arguments"))
+        if calls and self._asks_for_none and not data.get("content"):
+            data["content"] = (
+                None  # such a template takes a message with any other content for one without calls
+            )
+        return data
 
     def _run(
         self, chat: list[Any], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -115,28 +133,32 @@ def plain_data(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _message(message: Any, index: int) -> dict[str, Any]:
+def _as_dict(message: Any, index: int) -> dict[str, Any]:
     data = plain_data(message)
     if not isinstance(data, dict):
         raise RequestRejectedError(
             f"message {index} must be a dict with 'role' and 'content', got {type(message).__name__}"
         )
     # OpenAI clients send content=None and tool_calls=None; templates would print the word None
-    data = {key: value for key, value in data.items() if value is not None}
-    reasoning = next((data[name] for name in _REASONING if name in data), None)
-    if reasoning is not None:
-        data = {"thinking": reasoning, **data, "reasoning_content": reasoning}
-    for call in data.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                continue
-            if isinstance(parsed, dict):
-                function["arguments"] = parsed
-    return data
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def call_arguments(value: Any) -> Any:
+    """The arguments of a tool call as templates expect them: an object. Blank, ``null`` and missing ones are ``{}``.
+
+    What is no JSON object stays the text that it is: a model may have written it, and is to see it again.
+    """
+    if not isinstance(value, str):
+        return {} if value is None else value
+    if not value.strip():
+        return {}
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else value
 
 
 def _flatten(parts: Sequence[Any]) -> str:

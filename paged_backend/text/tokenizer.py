@@ -131,7 +131,7 @@ class Tokenizer:
             raise RequestRejectedError("give add_generation_prompt or continue_final_message, not both")
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        template = self._template(self._choose(chat_template, bool(tools)))
+        template = self._template(self.template_source(chat_template, bool(tools)))
         return template.render(
             messages,
             tools or None,
@@ -145,7 +145,8 @@ class Tokenizer:
         written bos where the model wants it."""
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 
-    def _choose(self, wanted: str | None, tools: bool) -> str:
+    def template_source(self, wanted: str | None = None, tools: bool = False) -> str:
+        """The Jinja text that ``apply_chat_template(chat_template=wanted)`` takes. Raises ``RequestRejectedError``."""
         if wanted is not None:
             return self.templates.get(wanted, wanted)
         if tools and "tool_use" in self.templates:

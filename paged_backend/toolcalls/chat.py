@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,16 @@ from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.toolcalls.formats import ToolFormat, tool_format_for
 from paged_backend.toolcalls.grammar import FORCED, tool_outputs
+from paged_backend.toolcalls.messages import normalize_tools
 from paged_backend.toolcalls.parser import ParsedReply, ToolCallParser, parse_reply
 from paged_backend.toolcalls.prompt import chat_prompt
+from paged_backend.toolcalls.response_format import response_outputs
+
+CHAT_OPTIONS = (
+    "tools", "tool_choice", "parallel_tool_calls", "response_format", "add_generation_prompt",
+    "continue_final_message", "chat_template", "add_special_tokens",
+)  # fmt: skip
+"""Keywords of :func:`prepare_chat` that adapters take with each call, beside ``chat_template_kwargs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,80 +48,86 @@ class ChatCall:
 
 def prepare_chat(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Any],
     params: SamplingParams,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Any] | None = None,
     tool_choice: Any = None,
     parallel_tool_calls: bool | None = None,
     response_format: Mapping[str, Any] | None = None,
-    **template_options: Any,
+    **prompt_options: Any,
 ) -> ChatCall:
     """messages, tools, tool_choice, parallel_tool_calls and response_format are OpenAI's, in every form it accepts.
 
-    template_options go to the chat template. Raises ``RequestRejectedError`` for what cannot be honoured.
+    prompt_options: those of :func:`chat_prompt`. With tools that may be called, ``params.structured_outputs`` may be
+    JSON only: what the reply is if it calls nothing. Raises ``RequestRejectedError``, naming the field, for what cannot
+    be honoured.
     """
-    choice = _choice(tool_choice, bool(tools))
-    schema, free_json = _response(response_format)
-    offered = list(tools or ()) if choice != "none" else []
-    tool_format = tool_format_for(tokenizer, template_options.get("chat_template"))
-    prompt = chat_prompt(tokenizer, messages, offered, tool_format, **template_options)
-    outputs = params.structured_outputs
-    if outputs is not None and response_format is not None and (schema is not None or free_json):
-        raise RequestRejectedError("give structured_outputs or response_format, not both")
-    if outputs is None and offered:
-        if free_json and schema is None:
-            schema = {"type": "object"}
-        outputs = tool_outputs(
-            tool_format, offered, choice, parallel=parallel_tool_calls, response_schema=schema
-        )
-    elif schema is not None:
-        outputs = StructuredOutputs(json=schema)
-    elif free_json:
-        outputs = StructuredOutputs(json_object=True)
+    offered = normalize_tools(tools)
+    choice, allowed = _choice(tool_choice, bool(offered))
+    if allowed is not None:
+        names = [tool["function"]["name"] for tool in offered]
+        for name in allowed:
+            if name not in names:
+                raise RequestRejectedError(
+                    f"tool_choice {name!r:.80} is none of the tools: {', '.join(names)}"
+                )
+        offered = [tool for tool in offered if tool["function"]["name"] in allowed]
+    if choice == "none":
+        offered = []
+    wanted = response_outputs(response_format)
+    if wanted is not None and params.structured_outputs is not None:
+        raise RequestRejectedError("response_format and structured_outputs exclude each other")
+    if wanted is None and params.structured_outputs is not None:
+        wanted = StructuredOutputs.coerce(params.structured_outputs)
+    prompt = chat_prompt(tokenizer, messages, offered, **prompt_options)
     if not offered:
-        return ChatCall(prompt, replace(params, structured_outputs=outputs))
+        return ChatCall(prompt, replace(params, structured_outputs=wanted))
+    tool_format = tool_format_for(tokenizer, prompt_options.get("chat_template"))
+    # a reply that must be a call has no text to hold to anything
+    schema = _schema(wanted) if wanted is not None and choice == "auto" else None
+    outputs = tool_outputs(tool_format, offered, choice, parallel=parallel_tool_calls, response_schema=schema)
     skip = params.skip_special_tokens and tool_format.skip_special_tokens
-    return ChatCall(
-        prompt, replace(params, structured_outputs=outputs, skip_special_tokens=skip), tool_format
-    )
+    params = replace(params, structured_outputs=outputs, skip_special_tokens=skip)
+    return ChatCall(prompt, params, tool_format)
 
 
-def _choice(choice: Any, offered: bool) -> str:
-    """``auto``, ``none``, ``required`` or the name of a tool."""
+def _choice(choice: Any, offered: bool) -> tuple[str, list[str] | None]:
+    """(``auto``, ``none``, ``required`` or the name of a tool; names of the tools that may be called, None for all)."""
+    allowed: list[str] | None = None
     if isinstance(choice, Mapping):
         kind = choice.get("type")
         function = choice.get("function", choice)
-        if kind in ("auto", "none", "any", "required"):
+        if kind == "allowed_tools":
+            inner = choice.get("allowed_tools", choice)
+            tools = inner.get("tools") if isinstance(inner, Mapping) else None
+            if not isinstance(tools, Sequence) or not tools or not all(isinstance(t, Mapping) for t in tools):
+                raise RequestRejectedError("tool_choice of type allowed_tools needs a list of tools")
+            allowed = [tool.get("function", tool).get("name") for tool in tools]
+            choice = inner.get("mode", "auto")
+        elif kind in ("auto", "none", "any", "required"):
             choice = kind
         elif isinstance(function, Mapping) and isinstance(function.get("name"), str):
             choice = function["name"]
-    if choice is None or choice == "" or choice is False:
-        return "auto" if choice is None or choice == "" else "none"
-    if choice is True or choice in FORCED:
+    if choice is None or choice == "":
+        choice = "auto"
+    if isinstance(choice, bool):
+        choice = "required" if choice else "none"
+    if choice in FORCED:
         choice = "required"
     if not isinstance(choice, str):
         raise RequestRejectedError(
-            f"tool_choice must be auto, none, required or the name of a tool, got {choice!r}"
+            f"tool_choice must be auto, none, required or the name of a tool, got {choice!r:.80}"
         )
     if not offered and choice not in ("auto", "none"):
-        raise RequestRejectedError(f"tool_choice is {choice!r}, but no tools were given")
-    return choice
+        raise RequestRejectedError(f"tool_choice is {choice!r:.80}, but no tools were given")
+    return choice, allowed
 
 
-def _response(wanted: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
-    """(schema, whether any JSON object is asked for)."""
-    if wanted is None:
-        return None, False
-    kind = wanted.get("type")
-    if kind == "text":
-        return None, False
-    if kind == "json_object":
-        return None, True
-    if kind == "json_schema":
-        holder = wanted.get("json_schema", wanted)
-        schema = holder.get("schema") if isinstance(holder, Mapping) else None
-        if isinstance(schema, Mapping):
-            return dict(schema), False
-        raise RequestRejectedError("response_format of type json_schema needs json_schema.schema")
-    raise RequestRejectedError(f"response_format.type must be text, json_object or json_schema, got {kind!r}")
+def _schema(wanted: StructuredOutputs) -> Mapping[str, Any]:
+    if wanted.json_object:
+        return {"type": "object"}
+    if wanted.json is None:
+        raise RequestRejectedError("structured_outputs with tools must be json or json_object")
+    schema: Mapping[str, Any] = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+    return schema

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paged_backend.errors import RequestRejectedError
-from paged_backend.text.chat_template import plain_data, tool_schema
-from paged_backend.toolcalls.formats import ToolFormat
+from paged_backend.toolcalls.formats import tool_format_for
+from paged_backend.toolcalls.messages import KNOWN_ROLES, normalize_messages, normalize_tools, text_of
+
+Chat = list[dict[str, Any]]
+_OWN_OPTIONS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+_PROBE = "paged backend probe"
 
 _INTRODUCTION = """You can call functions to do what you are asked. These are the functions, as JSON schemas:
 <tools>
@@ -24,39 +35,146 @@ You will then be given the result between <tool_response> and </tool_response>."
 
 def chat_prompt(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_format: ToolFormat,
-    **template_options: Any,
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
 ) -> dict[str, Any]:
     """A prompt for ``engine.submit``: the text and its token ids, with the special tokens that the template wrote.
 
-    messages: in OpenAI's form, tool calls and tool results included. tools: in OpenAI's form. Raises
-    ``RequestRejectedError`` for what the template refuses.
+    messages, tools: in every form that OpenAI's API accepts, see ``normalize_messages`` and ``normalize_tools``.
+    add_generation_prompt: open the assistant's turn; by default yes, unless ``continue_final_message`` asks to go on
+    with the last message. chat_template: a template, or the name of one of the model's. chat_template_kwargs:
+    variables for it. add_special_tokens: those that the tokenizer adds to a text, too.
+
+    A template that refuses messages of one role in a row, or a system message, gets them joined, or put in front of
+    the next user's. Raises ``RequestRejectedError`` for what it refuses all the same.
     """
-    for index, message in enumerate(messages):
-        if (
-            isinstance(message, Mapping)
-            and message.get("content") is None
-            and message.get("role") != "assistant"
-        ):
-            raise RequestRejectedError(f"message {index} has no 'content', only {list(message)}")
-    if tool_format.native:
-        chat = [_nine(message) for message in messages] if tool_format.name == "mistral" else list(messages)
-        text = tokenizer.apply_chat_template(chat, tools=tools or None, **template_options)
-    else:
-        text = tokenizer.apply_chat_template(_spelled_out(messages, tools), **template_options)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    variables = dict(chat_template_kwargs or {})
+    for name in variables:
+        if name in _OWN_OPTIONS:
+            raise RequestRejectedError(
+                f"chat_template_kwargs must not have {name!r}: it is an option of its own"
+            )
+    if continue_final_message and add_generation_prompt:
+        raise RequestRejectedError("continue_final_message and add_generation_prompt exclude each other")
+    tool_format = tool_format_for(tokenizer, chat_template)
+    offered = normalize_tools(tools)
+    told = offered if tool_format.native else []
+    source = tokenizer.template_source(chat_template, bool(told))
+    chat = normalize_messages(messages, knows_developer="developer" in source)
+    if not tool_format.native:
+        chat = _spelled_out(chat, offered)
+    elif tool_format.name == "mistral":
+        chat = [_nine(message) for message in chat]
+
+    def render(some: Chat) -> str:
+        text: str = tokenizer.apply_chat_template(
+            some,
+            tools=told or None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **variables,
+        )
+        return text
+
+    text, chat = _first_accepted(render, chat)
+    _check_roles(render, chat, source)
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=add_special_tokens)}
 
 
-def _spelled_out(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
+def _first_accepted(render: Callable[[Chat], str], chat: Chat) -> tuple[str, Chat]:
+    """What the template makes of the messages as they are, else of forms of them that exacting templates take."""
+    refusal: RequestRejectedError | None = None
+    for change in (None, _only_objects, _joined, _without_system):
+        changed = chat if change is None else change(chat)
+        if change is not None and changed == chat:
+            continue
+        chat = changed
+        try:
+            return render(chat), chat
+        except RequestRejectedError as error:
+            refusal = refusal or error
+    raise refusal or RequestRejectedError("messages must be a list of at least one message")
+
+
+def _only_objects(chat: Chat) -> Chat:
+    """Arguments that are no JSON object become one, for templates that write them one by one."""
+
+    def change(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if isinstance(function["arguments"], dict):
+            return call
+        return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+    return [
+        {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in chat
+    ]
+
+
+def _joined(chat: Chat) -> Chat:
+    """Messages of one role in a row become one, for templates in which user and assistant alternate."""
+    joined: Chat = []
+    for message in chat:
+        last = joined[-1] if joined else None
+        plain = message["role"] != "tool" and "tool_calls" not in message
+        if last is not None and last["role"] == message["role"] and plain and "tool_calls" not in last:
+            text = f"{text_of(last['content'])}\n\n{text_of(message['content'])}"
+            joined[-1] = {**last, "content": text.strip("\n")}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _without_system(chat: Chat) -> Chat:
+    """System messages stand at the beginning of the user's next one, for templates that know no such role."""
+    left: Chat = []
+    waiting: list[str] = []
+    for message in chat:
+        if message["role"] in ("system", "developer"):
+            waiting.append(text_of(message["content"]))
+            continue
+        if waiting and message["role"] != "user":
+            left.append({"role": "user", "content": "\n\n".join(waiting)})
+            waiting = []
+        elif waiting:
+            text = "\n\n".join([*waiting, text_of(message["content"])])
+            message, waiting = {**message, "content": text}, []
+        left.append(message)
+    if waiting:
+        left.append({"role": "user", "content": "\n\n".join(waiting)})
+    return _joined(left)
+
+
+def _check_roles(render: Callable[[Chat], str], chat: Chat, source: str) -> None:
+    """Refuse roles of the caller's own that the template leaves out, or takes for another one."""
+    for number, message in enumerate(chat):
+        role = message["role"]
+        if role in KNOWN_ROLES:
+            continue
+        probe = [*chat[:number], {**message, "content": _PROBE}, *chat[number + 1 :]]
+        shown = render(probe)
+        if _PROBE not in shown or not (role in source or role in shown):
+            raise RequestRejectedError(
+                f"messages.{number}.role must be one that this model's chat template knows, such as "
+                f"{', '.join(sorted(KNOWN_ROLES))}; it leaves out {role!r:.60}"
+            )
+
+
+def _spelled_out(messages: Chat, tools: Sequence[Mapping[str, Any]]) -> Chat:
     """The conversation in system, user and assistant messages only, tools and calls as text."""
-    chat: list[dict[str, Any]] = []
+    chat: Chat = []
     results = False
     for message in messages:
-        role, content = message.get("role"), _text(message.get("content"))
+        role, content = message["role"], text_of(message["content"])
         if role == "tool":
             answer = f"<tool_response>\n{content}\n</tool_response>"
             if results:  # results of parallel calls are one answer
@@ -71,38 +189,27 @@ def _spelled_out(
             written = "\n".join(_call(call) for call in calls)
             chat.append({"role": role, "content": f"{content}\n{written}" if content else written})
         else:
-            chat.append({**message, "content": message.get("content") or ""})
+            chat.append(message)
     if tools:
-        schemas = [plain_data(tool_schema(tool)) for tool in tools]
-        listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         introduction = _INTRODUCTION.format(tools=listed)
-        if chat and chat[0].get("role") in ("system", "developer"):
-            chat[0] = {**chat[0], "content": f"{_text(chat[0]['content'])}\n\n{introduction}"}
+        if chat and chat[0]["role"] in ("system", "developer"):
+            chat[0] = {**chat[0], "content": f"{text_of(chat[0]['content'])}\n\n{introduction}"}
         else:
             chat.insert(0, {"role": "system", "content": introduction})
     return chat
 
 
-def _text(content: Any) -> str:
-    """Text of a message's content, which may be a list of parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
-    return "\n".join(part for part in parts if part)
-
-
 def _call(call: Mapping[str, Any]) -> str:
-    function = call.get("function", call)
-    arguments = function.get("arguments") or {}
+    function = call["function"]
+    arguments = function["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function.get("name", ""), ensure_ascii=False)
+    name = json.dumps(function["name"], ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _nine(message: Mapping[str, Any]) -> dict[str, Any]:
+def _nine(message: dict[str, Any]) -> dict[str, Any]:
     """A copy whose call ids have the nine letters and digits that Mistral's templates insist on."""
 
     def nine(index: Any) -> str:
@@ -113,5 +220,5 @@ def _nine(message: Mapping[str, Any]) -> dict[str, Any]:
     if copy.get("tool_call_id"):
         copy["tool_call_id"] = nine(copy["tool_call_id"])
     if copy.get("tool_calls"):
-        copy["tool_calls"] = [{**call, "id": nine(call.get("id", ""))} for call in copy["tool_calls"]]
+        copy["tool_calls"] = [{**call, "id": nine(call["id"])} for call in copy["tool_calls"]]
     return copy

@@ -249,7 +249,7 @@ def test_closing_twice_takes_nothing_from_others(tiny_model):
         (lambda llm: llm.chat(["hi"]), "a conversation is a list of messages"),
         (
             lambda llm: llm.chat([{"role": "user", "text": "x"}]),
-            r"message 0 has no 'content', only \['role', 'text'\]",
+            r"messages\.0\.content is missing: the message has only role, text",
         ),
         (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {}}), "knows no 'multi_modal_data'"),
         (lambda llm: llm.generate(b"x"), "bytes"),

@@ -205,3 +205,26 @@ def test_models_and_both_names(server):
         client.models.retrieve("gpt-9")
     with pytest.raises(openai.BadRequestError, match="embeddings are not supported"):
         client.embeddings.create(model="tiny", input="a")
+
+
+def test_messages_in_the_forms_that_clients_send(server):
+    def prompt(messages, **options):
+        tokens = server.post("/tokenize", {"messages": messages, **options}).json()["tokens"]
+        return server.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True}).json()["prompt"]
+
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": ""}}
+    chat = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "user", "content": []},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": None, "tool_call_id": "other"},
+        {"role": "critic", "content": "Hm."},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "more", "name": "Ada"},
+    ]
+    text = prompt(chat, add_generation_prompt=False)
+    assert text.startswith("[system] Be kind.\n[user] one\ntwo\n[user] \n[assistant] ")
+    assert text.endswith("[critic] Hm.\n[assistant] \n[user] more\n")
+    answer = server.client().chat.completions.create(model="tiny", messages=chat, max_tokens=2)
+    assert answer.usage.completion_tokens

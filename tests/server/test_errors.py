@@ -61,7 +61,7 @@ def error_of(response: httpx.Response) -> dict:
         (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         (CHAT, {"messages": HELLO, "documents": [{}]}, "documents", "unsupported_parameter"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "invalid_value"),
-        (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", "invalid_value"),
+        (CHAT, {"messages": [{"role": "", "content": ""}]}, "messages.0.role", "invalid_value"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "invalid_value"),

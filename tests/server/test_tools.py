@@ -97,6 +97,8 @@ def test_free_choice_tools_with_results_and_no_tools(server):
     none = ask(server, tool_choice="none", max_tokens=10)
     plain = ask(server, tools=openai.omit, max_tokens=10)
     assert none.choices[0].message.content == plain.choices[0].message.content
+    empty = ask(server, tools=[], tool_choice="auto", max_tokens=10)
+    assert empty.choices[0].message.content == plain.choices[0].message.content
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     history = [
         *HELLO,
@@ -123,7 +125,6 @@ def test_a_schema_and_tools_together(server):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": []}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools.0"),

@@ -30,16 +30,15 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 from paged_backend.outputs import CompletionOutput
 from paged_backend.remote.job import Job
 from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
-from paged_backend.server.routes.prompts import chat_prompt, default_max_tokens, fit_prompt
+from paged_backend.server.routes.prompts import open_chat, template_options
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
-from paged_backend.server.wire.formats import structured_outputs
 from paged_backend.server.wire.logprobs import chat_logprobs, prompt_logprobs
-from paged_backend.server.wire.replies import Form, form_of
+from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ChatRequest, body_of, read_body
 from paged_backend.server.wire.sse import DONE, event
-from paged_backend.toolcalls import ToolCallDelta
+from paged_backend.toolcalls import ChatCall, ToolCallDelta
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -72,31 +71,38 @@ async def _open(serving: Serving, body: ChatRequest) -> _Answer:
             code="invalid_value",
         )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    form = form_of(
-        serving.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, structured_outputs(body)
-    )
-    ids = fit_prompt(serving, body, await chat_prompt(serving, body, form.tools or None), max_tokens)
     params = to_params(
         body,
-        max_tokens=max_tokens or default_max_tokens(serving, ids, body.min_tokens),
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured_outputs=form.structured,
-        skip_special_tokens=form.skip_special_tokens,
+        structured_outputs=body.structured_outputs,
     )
-    return _Answer(serving, body, await serving.client.open([ids], params, body.cache_salt), form)
+    ids, call = await open_chat(
+        serving,
+        body,
+        body.messages,
+        params,
+        max_tokens,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=body.response_format,
+        **template_options(serving, body),
+    )
+    return _Answer(serving, body, await serving.client.open([ids], call.params, body.cache_salt), call)
 
 
 class _Answer:
     """One chat completion as it comes."""
 
-    def __init__(self, serving: Serving, body: ChatRequest, job: Job, form: Form) -> None:
+    def __init__(self, serving: Serving, body: ChatRequest, job: Job, call: ChatCall) -> None:
         self.job = job
         self._body = body
         self._id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = body.model or serving.name
         self._options = body.stream_options
-        self._replies = [form.reply() for _ in range(body.n or 1)]
+        self._replies = [Reply(call.parser()) for _ in range(body.n or 1)]
 
     def _usage(self) -> CompletionUsage:
         return CompletionUsage(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from paged_backend.errors import ContextOverflowError, RequestRejectedError
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.server.routes.serving import Serving
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.schema import Sampling
-from paged_backend.toolcalls import chat_prompt as render_chat
-from paged_backend.toolcalls import tool_format_for
+from paged_backend.toolcalls import ChatCall, chat_prompt, prepare_chat
 
-_RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
+T = TypeVar("T")
 LONG_TEXT = 8192
 """Characters from which a text is encoded in a thread, so that other streams go on meanwhile."""
 
@@ -25,103 +26,69 @@ async def encode(serving: Serving, text: str, add_special_tokens: bool) -> list[
     return await serving.aside(serving.tokenizer.encode, text, add_special_tokens)
 
 
-async def chat_prompt(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-    """Token ids of ``body``'s messages (a ``Templating`` or ``TokenizeRequest``) by the model's chat template."""
-    long = sum(len(str(message.get("content", ""))) for message in body.messages) >= LONG_TEXT
-    made = await serving.aside(_render, serving, body, tools) if long else _render(serving, body, tools)
-    ids: list[int] = made["prompt_token_ids"]
-    return await encode(serving, made["prompt"], True) if body.add_special_tokens else ids
+async def open_chat(
+    serving: Serving,
+    body: Sampling,
+    messages: Sequence[Any],
+    params: SamplingParams,
+    max_tokens: int | None,
+    **options: Any,
+) -> tuple[list[int], ChatCall]:
+    """(ids of the prompt, cut as ``body`` says; the chat, whose params say how many tokens may follow it).
+
+    options: those of ``prepare_chat``. max_tokens: as the client gave it. Raises what ``fit_prompt`` and
+    ``prepare_chat`` raise.
+    """
+    call = await _maybe_aside(
+        serving,
+        messages,
+        functools.partial(prepare_chat, serving.tokenizer, messages, params, **options),
+    )
+    ids = fit_prompt(serving, body, call.prompt["prompt_token_ids"], max_tokens)
+    most = max_tokens or default_max_tokens(serving, ids, body.min_tokens)
+    return ids, replace(call, params=replace(call.params, max_tokens=most))
 
 
-def _render(serving: Serving, body: Any, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    if body.continue_final_message and body.add_generation_prompt:
-        raise _refused(
-            "continue_final_message", "and add_generation_prompt exclude each other", "invalid_value"
-        )
+async def chat_ids(serving: Serving, messages: Sequence[Any], **options: Any) -> list[int]:
+    """Token ids of a chat that is not going to be answered. options: those of ``chat_prompt``."""
+    prompt = await _maybe_aside(
+        serving, messages, functools.partial(chat_prompt, serving.tokenizer, messages, **options)
+    )
+    ids: list[int] = prompt["prompt_token_ids"]
+    return ids
+
+
+async def _maybe_aside(serving: Serving, messages: Sequence[Any], function: Callable[[], T]) -> T:
+    long = sum(len(str(message.get("content", ""))) for message in messages) >= LONG_TEXT
+    return await serving.aside(function) if long else function()
+
+
+def template_options(serving: Serving, body: Any) -> dict[str, Any]:
+    """What a ``Templating`` or ``TokenizeRequest`` says of the chat template, as options of ``chat_prompt``."""
     if body.chat_template is not None and not serving.config.trust_request_chat_template:
         raise _refused(
             "chat_template",
             "in a request is a program, and this server does not run it: start the server with "
             "--trust-request-chat-template to allow it",
         )
-    templates: dict[str, str] = serving.tokenizer.templates
-    source = (templates.get("tool_use") if tools else None) or templates.get("default") or ""
-    if body.chat_template is not None:
-        source = templates.get(body.chat_template, body.chat_template)
     variables = dict(body.chat_template_kwargs or {})
-    for name in _RESERVED & variables.keys():
-        raise _refused("chat_template_kwargs", f"must not have {name!r}", "invalid_value")
     for name in ("documents", "reasoning_effort"):
         value = getattr(body, name, None)
         if value is not None:
-            if name not in source:
+            if name not in serving.tokenizer.template_source(body.chat_template, bool(body.tools)):
                 raise _refused(name, "is not supported: this model's chat template does not know it")
             variables[name] = value
-    return render_chat(
-        serving.tokenizer,
-        _messages(body.messages, knows_developer="developer" in source),
-        tools,
-        tool_format_for(serving.tokenizer),
-        add_generation_prompt=False if body.continue_final_message else body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template=body.chat_template,
-        **variables,
-    )
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+        "chat_template": body.chat_template,
+        "chat_template_kwargs": variables,
+        "add_special_tokens": bool(body.add_special_tokens),
+    }
 
 
-def _refused(name: str, problem: str, code: str = "unsupported_parameter") -> ApiError:
-    return ApiError(400, f"{name} {problem}", param=name, code=code)
-
-
-def _messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool) -> list[dict[str, Any]]:
-    """Checked copies, fit for a template."""
-    if not messages:
-        raise ApiError(400, "messages must have at least one message", param="messages", code="invalid_value")
-    checked = []
-    for number, message in enumerate(messages):
-        role = message.get("role")
-        if role not in ROLES:
-            raise _bad(number, "role", f"must be one of {', '.join(ROLES)}, got {role!r:.60}")
-        content = message.get("content")
-        if content is None:
-            if role != "assistant" or not (message.get("tool_calls") or message.get("refusal")):
-                raise _bad(number, "content", "is missing")
-        elif isinstance(content, list):
-            _check_parts(number, content)
-        elif not isinstance(content, str):
-            raise _bad(number, "content", f"must be text or a list of parts, got {type(content).__name__}")
-        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-            raise _bad(number, "tool_call_id", "is missing: a tool message must name the call it answers")
-        _check_calls(number, message.get("tool_calls"))
-        if role == "developer" and not knows_developer:
-            message = {**message, "role": "system"}
-        checked.append(dict(message))
-    return checked
-
-
-def _check_parts(number: int, parts: Sequence[Any]) -> None:
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "refusal"):
-            raise _bad(number, "content", f"has a part of type {kind!r:.60}; this model takes only text")
-        if not isinstance(part.get(kind), str):
-            raise _bad(number, "content", f"has a {kind} part without its text")
-
-
-def _check_calls(number: int, calls: Any) -> None:
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise _bad(number, "tool_calls", "must be a list")
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _bad(number, "tool_calls", "must be objects with a function that has a name")
-
-
-def _bad(number: int, name: str, problem: str) -> ApiError:
-    place = f"messages.{number}.{name}"
-    return ApiError(400, f"{place} {problem}", param=place, code="invalid_value")
+def _refused(name: str, problem: str) -> ApiError:
+    return ApiError(400, f"{name} {problem}", param=name, code="unsupported_parameter")
 
 
 def fit_prompt(serving: Serving, body: Sampling, ids: list[int], max_tokens: int | None) -> list[int]:

@@ -11,16 +11,17 @@ from fastapi import APIRouter, Request
 from openai.types.responses import Response as OpenAIResponse
 from starlette.responses import Response
 
+from paged_backend.errors import RequestRejectedError
 from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
-from paged_backend.server.routes.prompts import chat_prompt, default_max_tokens, fit_prompt
+from paged_backend.server.routes.prompts import open_chat
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
-from paged_backend.server.wire.formats import form_as_structured
-from paged_backend.server.wire.replies import form_of
+from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.response_events import ResponseBuilder
 from paged_backend.server.wire.sampling import to_params
-from paged_backend.server.wire.schema import ChatRequest, ResponsesRequest, body_of, read_body
+from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body
 from paged_backend.server.wire.sse import event
+from paged_backend.toolcalls import response_outputs
 
 router = APIRouter(tags=["OpenAI"])
 _NOT_HERE = (
@@ -57,31 +58,34 @@ async def _open(serving: Serving, body: ResponsesRequest) -> ResponseBuilder:
     for name in text:
         if name != "format":
             raise _bad(f"text.{name}", "is not supported", "unsupported_parameter")
-    structured = body.structured_outputs
+    structured: Any = body.structured_outputs
     if text.get("format") is not None:
         if structured is not None:
             raise _bad("text", "and structured_outputs exclude each other")
-        structured = form_as_structured(text["format"], text["format"], "text.format")
-    tools = (
-        None if body.tools is None else [_chat_tool(number, tool) for number, tool in enumerate(body.tools)]
-    )
-    form = form_of(serving.tokenizer, tools or None, body.tool_choice, body.parallel_tool_calls, structured)
-    chat = ChatRequest.model_construct(
-        messages=_messages(body),
-        chat_template_kwargs=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-    )
-    ids = await chat_prompt(serving, chat, form.tools or None)
-    ids = fit_prompt(serving, body, ids, body.max_output_tokens)
+        try:
+            structured = response_outputs(text["format"], "text.format")
+        except RequestRejectedError as error:
+            raise ApiError(400, str(error), param="text.format", code="invalid_value") from error
     scored = bool(body.include)
     if body.top_logprobs is not None and not scored:
         raise _bad("top_logprobs", "needs include: [message.output_text.logprobs]")
     params = to_params(
         body,
-        max_tokens=body.max_output_tokens or default_max_tokens(serving, ids, body.min_tokens),
+        max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if scored else None,
-        structured_outputs=form.structured,
-        skip_special_tokens=form.skip_special_tokens,
+        structured_outputs=structured,
+    )
+    ids, call = await open_chat(
+        serving,
+        body,
+        _messages(body),
+        params,
+        body.max_output_tokens,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_special_tokens=bool(body.add_special_tokens),
     )
     base: dict[str, Any] = {
         "id": f"resp_{body.request_id or uuid.uuid4().hex}",
@@ -100,18 +104,8 @@ async def _open(serving: Serving, body: ResponsesRequest) -> ResponseBuilder:
         "truncation": "disabled",
         "user": body.user,
     }
-    job = await serving.client.open([ids], params, body.cache_salt)
-    return ResponseBuilder(base, job, form.reply(), body.top_logprobs or 0)
-
-
-def _chat_tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form of the chat API, where its parts are one level deeper."""
-    if tool.get("type") != "function":
-        raise _bad(f"tools.{number}", f"must be of type function, got {tool.get('type')!r:.60}")
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
-    }
-    return {"type": "function", "function": function}
+    job = await serving.client.open([ids], call.params, body.cache_salt)
+    return ResponseBuilder(base, job, Reply(call.parser()), body.top_logprobs or 0)
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from paged_backend import __version__
 from paged_backend.server.routes.answers import json_answer
-from paged_backend.server.routes.prompts import chat_prompt, encode
+from paged_backend.server.routes.prompts import chat_ids, encode, template_options
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.schema import (
@@ -71,7 +71,9 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await encode(serving, body.prompt, body.add_special_tokens is not False)
     else:
-        ids = await chat_prompt(serving, body, body.tools)
+        ids = await chat_ids(
+            serving, body.messages or [], tools=body.tools, **template_options(serving, body)
+        )
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.client.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [serving.tokenizer.id_to_token(token) or "" for token in ids]

@@ -23,7 +23,12 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-_FIELDS = frozenset(("messages", "prompt", "tool_choice", "tools", *(f.name for f in fields(SamplingParams))))
+_FIELDS = frozenset(
+    (
+        "chat_template", "chat_template_kwargs", "continue_final_message", "messages", "prompt", "response_format",
+        "tool_choice", "tools", *(field.name for field in fields(SamplingParams)),
+    )
+)  # fmt: skip
 
 
 class ApiError(Exception):
@@ -79,6 +84,6 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def named_field(message: str) -> str | None:
-    """The field that a message of the engine begins with, as in ``top_p must be in (0, 1]``."""
-    found = re.match(r"[a-z_]+", message)
-    return found[0] if found is not None and found[0] in _FIELDS else None
+    """The field that a message begins with, as in ``top_p must be in (0, 1]`` or ``messages.2.content is missing``."""
+    found = re.match(r"([a-z_]+)(\.\d+[a-z_.]*)?", message)
+    return found[0] if found is not None and found[1] in _FIELDS else None
