@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.compare import commands as compare
+from benchmarks.compare import pipeline_command as pipeline
 from benchmarks.device import commands as device
 from benchmarks.memory import command as memory
 from benchmarks.parts import commands as parts
@@ -20,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=SETTINGS,
 )
-for part in (compare, memory, parts, device):
+for part in (compare, pipeline, memory, parts, device):
     part.register(app)
 for command in app.registered_commands:
     if command.callback is not None:

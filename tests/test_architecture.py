@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {
+    "benchmarks": "paged_backend.benchmarks",  # by that name only here: it is not shipped
     "paged_backend": "paged_backend",
     "adapters": "paged_backend.adapters",
     "kernels": "paged_backend.kernels",

@@ -1,4 +1,4 @@
-"""The commands that compare: ``throughput``, ``latency``, ``prefix``, ``longcontext`` and ``pipeline``.
+"""The commands that compare: ``throughput``, ``latency``, ``prefix`` and ``longcontext``.
 
 ``register`` hangs them into a command line. Nothing heavy is imported until one runs.
 """
@@ -87,9 +87,7 @@ class _Common:
 
 def register(app: typer.Typer) -> None:
     """Add the commands that compare to ``app``."""
-    from benchmarks.compare.pipeline_command import pipeline  # it has its options from here
-
-    for function in (throughput, latency, prefix, longcontext, pipeline):
+    for function in (throughput, latency, prefix, longcontext):
         app.command(function.__name__)(function)
 
 

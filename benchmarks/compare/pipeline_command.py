@@ -30,6 +30,11 @@ from benchmarks.compare.contenders import VARIANTS, WORKERS, Contender, parse_va
 from benchmarks.compare.harness import Settings, alternate
 
 
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("pipeline")(pipeline)
+
+
 def pipeline(
     model: Model = "demo",
     variant: Annotated[

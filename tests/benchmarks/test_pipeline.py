@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.compare import pipeline_command
-from benchmarks.compare.commands import register
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.harness import Settings
 from benchmarks.compare.pipeline import chats, run_once, same_answers
+from benchmarks.compare.pipeline_command import register
 
 FAKE = """
 import json, sys
@@ -70,7 +70,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.compare.export.export", lambda *_: tmp_path)
     app = typer.Typer()
     register(app)
-    return lambda *args: CliRunner().invoke(app, ["pipeline", *args])
+    return lambda *args: CliRunner().invoke(app, args)  # its only command needs no name
 
 
 def test_the_command_alternates_and_compares(command):
