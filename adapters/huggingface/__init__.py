@@ -136,12 +136,18 @@ def load_tokenizer(name: str, model: Any = None, **options: Any) -> Any:
         return AutoTokenizer.from_pretrained(name, **options)
     from paged_backend.text.tokenizer import load_tokenizer
 
+    if options.get("use_fast") is False:
+        raise ValueError("use_fast=False: the tokenizer of a GGUF file is a fast one")
+    own = {key: value for key, value in options.items() if key not in (*_WHERE, "use_fast")}
     found = model.engine.tokenizer if model is not None else load_tokenizer(name)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=found.backend,
-        clean_up_tokenization_spaces=False,
-        name_or_path=name,
-        **found.named_tokens,
+        **{
+            "tokenizer_object": found.backend,
+            "clean_up_tokenization_spaces": False,
+            "name_or_path": name,
+            **found.named_tokens,
+            **own,
+        }
     )
     made.chat_template = found.templates if len(found.templates) > 1 else found.chat_template
     return made

@@ -192,7 +192,10 @@ class PagedOptions(BaseModel):
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of ``text`` in the model's own vocabulary."""
+        """Ids of ``text`` in the model's own vocabulary, unless ``custom_get_token_ids`` says otherwise."""
+        custom = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return list(custom(text))
         ids: list[int] = self._engine({}).tokenizer.encode(text, add_special_tokens=False)
         return ids
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -48,6 +50,17 @@ class PagedLLM(PagedOptions, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        if self._streams(prompts, stop, kwargs, run_manager):
+            params = self._params(stop, kwargs, stream=True)
+            with translated_errors():
+                handle = submit(self._engine(kwargs), prompts[0], params)
+            parts = []
+            for output in self._deltas(handle):
+                parts.append(output)
+                if run_manager is not None:
+                    chunk = _chunk(output, params)
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            return self._result(params, [_joined(parts)], kwargs)
         params, handles = self._submit(prompts, stop, kwargs)
         return self._result(params, self._await(handles), kwargs)
 
@@ -58,8 +71,27 @@ class PagedLLM(PagedOptions, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        if self._streams(prompts, stop, kwargs, run_manager):
+            params = self._params(stop, kwargs, stream=True)
+            with translated_errors():
+                handle = self._engine(kwargs).submit(prompts[0], params)
+            parts = []
+            async with aclosing(self._deltas_async(handle)) as deltas:
+                async for output in deltas:
+                    parts.append(output)
+                    if run_manager is not None:
+                        chunk = _chunk(output, params)
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            return self._result(params, [_joined(parts)], kwargs)
         params, handles = self._submit(prompts, stop, kwargs)
         return self._result(params, await self._await_async(handles), kwargs)
+
+    def _streams(
+        self, prompts: list[str], stop: list[str] | None, kwargs: Mapping[str, Any], run_manager: Any
+    ) -> bool:
+        """Whether a plain call lets callbacks see every token: ``streaming``, one prompt, one output."""
+        one = self.streaming and run_manager is not None and len(prompts) == 1
+        return one and self._params(stop, kwargs).n == 1
 
     def _result(
         self, params: SamplingParams, outputs: list[RequestOutput], kwargs: Mapping[str, Any]
@@ -139,3 +171,16 @@ def _chunk(output: RequestOutput, params: SamplingParams) -> GenerationChunk:
     if output.finished:
         info["finish_reason"] = completion.finish_reason
     return GenerationChunk(text=completion.text, generation_info=info or None)
+
+
+def _joined(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """The whole that the deltas of a request with one output add up to."""
+    deltas = [part.outputs[0] for part in parts]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    whole = replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=None if deltas[-1].logprobs is None else logprobs,
+    )
+    return replace(parts[-1], outputs=[whole])

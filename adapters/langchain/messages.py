@@ -52,6 +52,8 @@ def _to_dict(message: BaseMessage) -> dict[str, Any]:
         ]
         if calls:
             data["tool_calls"] = calls
+        elif message.additional_kwargs.get("function_call"):
+            data["function_call"] = message.additional_kwargs["function_call"]
     return data
 
 
@@ -65,9 +67,11 @@ def _role(message: BaseMessage) -> str:
     if isinstance(message, AIMessage):
         return "assistant"
     if isinstance(message, SystemMessage):
-        return "system"
-    if isinstance(message, (ToolMessage, FunctionMessage)):
+        return str(message.additional_kwargs.get("__openai_role__", "system"))
+    if isinstance(message, ToolMessage):
         return "tool"
+    if isinstance(message, FunctionMessage):
+        return "function"
     if isinstance(message, ChatMessage):
         return message.role
     raise InvalidRequestError(f"a message of type {type(message).__name__} has no role in a chat template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -32,11 +33,14 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
-from paged_backend.toolcalls import CHAT_OPTIONS, ChatCall, prepare_chat
+from paged_backend.toolcalls import CHAT_OPTIONS, ChatCall, prepare_chat, response_outputs
 
 
 class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     """``PagedLLM(model="demo", max_tokens=128)``: nothing is loaded before it is needed.
+
+    ``messages_to_prompt`` writes chats instead of the model's template, and then there are no tools;
+    ``completion_to_prompt`` alone makes LlamaIndex prefer completions to chats.
 
     Weights, KV memory, prefix cache and batch are shared with everybody in the process who names the same model.
     None leaves an option to the model's generation config, then to our defaults. Options given with a call win.
@@ -54,6 +58,8 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     )
 
     _uses: EngineUses = PrivateAttr()
+    _writes_chats: bool = PrivateAttr(default=False)
+    _writes_prompts: bool = PrivateAttr(default=False)
 
     def __init__(self, model: str, *, engine: Engine | None = None, **kwargs: Any) -> None:
         """engine: an open engine to use instead of opening ``model``."""
@@ -63,6 +69,12 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
                 f"PagedLLM has no option {unknown[0]!r}; options of SamplingParams go into sampling={{}}"
             )
         super().__init__(model=model, **kwargs)
+        self._writes_chats = kwargs.get("messages_to_prompt") is not None
+        self._writes_prompts = kwargs.get("completion_to_prompt") is not None
+        if self._writes_chats and self.chat_template_kwargs:
+            raise ValueError(
+                "messages_to_prompt takes the chat template's place: leave out chat_template_kwargs"
+            )
         self._uses = EngineUses(self.engine_options, engine)
         self._params({})  # out-of-range values raise here, not at the first call
 
@@ -76,8 +88,8 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
         return LLMMetadata(
             context_window=self._engine.max_model_len,
             num_output=self._params({}).resolved(self._engine.generation_config).max_tokens or 1,
-            is_chat_model=True,
-            is_function_calling_model=True,
+            is_chat_model=self._writes_chats or not self._writes_prompts,
+            is_function_calling_model=not self._writes_chats,
             model_name=self.model,
             system_role=MessageRole.SYSTEM,
         )
@@ -107,10 +119,29 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
         sampling = {k: v for k, v in kwargs.items() if k not in (*CHAT_OPTIONS, "chat_template_kwargs")}
         template = {**self.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
         params = self._params(sampling, stream)
+        if self._writes_chats:
+            call = self._own_chat(messages, params, {**options, **template})
+            return call, self._engine.submit(call.prompt, call.params)
         call = prepare_chat(
             self._engine.tokenizer, to_dicts(messages), params, chat_template_kwargs=template, **options
         )
         return call, self._engine.submit(call.prompt, call.params)
+
+    def _own_chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, options: dict[str, Any]
+    ) -> ChatCall:
+        """A chat whose text is ``messages_to_prompt``'s."""
+        wanted = response_outputs(options.pop("response_format", None))
+        if options.get("tools") == [] or options.get("tool_choice") in ("none", "auto"):
+            options = {k: v for k, v in options.items() if k not in ("tools", "tool_choice")}
+        if options:
+            raise RequestRejectedError(
+                f"messages_to_prompt takes the chat template's place, and {', '.join(options)} are for the template: "
+                "leave one of them out"
+            )
+        if wanted is not None:
+            params = replace(params, structured_outputs=wanted)
+        return ChatCall({"prompt": self.messages_to_prompt(messages)}, params)
 
     def _chat_response(self, call: ChatCall, output: RequestOutput) -> ChatResponse:
         completion = output.outputs[0]

@@ -24,8 +24,6 @@ from paged_backend.outputs import CompletionOutput, RequestOutput
 from paged_backend.toolcalls import ChatCall, ParsedReply, ReplyDelta
 
 _ROLES = {
-    MessageRole.DEVELOPER: "system",
-    MessageRole.FUNCTION: "tool",
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }

@@ -9,6 +9,7 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import PydanticProgramMode
 
 _dispatcher = get_dispatcher(__name__)
 
@@ -19,7 +20,10 @@ def _format(output_cls: type[BaseModel]) -> dict[str, Any]:
 
 
 class StructuredPrediction:
-    """Overrides what ``FunctionCallingLLM`` does by tool calls, which its streams do not insist on."""
+    """Overrides what ``FunctionCallingLLM`` does by tool calls, which its streams do not insist on.
+
+    A ``pydantic_program_mode`` other than the default is LlamaIndex's own way, and is left to it.
+    """
 
     if TYPE_CHECKING:
         chat: Any
@@ -27,6 +31,11 @@ class StructuredPrediction:
         stream_chat: Any
         astream_chat: Any
         _extend_messages: Any
+        pydantic_program_mode: Any
+
+    @property
+    def _ours(self) -> bool:
+        return bool(self.pydantic_program_mode == PydanticProgramMode.DEFAULT)
 
     def _request(
         self,
@@ -47,6 +56,8 @@ class StructuredPrediction:
         **prompt_args: Any,
     ) -> Any:
         """An ``output_cls`` from what the model says to the prompt."""
+        if not self._ours:
+            return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)  # type: ignore[misc]
         messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
         response = self.chat(messages, **options)
         return output_cls.model_validate_json(response.message.content or "")
@@ -59,6 +70,8 @@ class StructuredPrediction:
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
+        if not self._ours:
+            return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)  # type: ignore[misc]
         messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
         response = await self.achat(messages, **options)
         return output_cls.model_validate_json(response.message.content or "")
@@ -70,6 +83,9 @@ class StructuredPrediction:
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
+        if not self._ours:
+            yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)  # type: ignore[misc]
+            return
         messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
         current: Any = None
         for response in self.stream_chat(messages, **options):
@@ -84,6 +100,11 @@ class StructuredPrediction:
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
+        if not self._ours:
+            found: AsyncGenerator[Any, None] = await super()._structured_astream_call(
+                output_cls, prompt, llm_kwargs, **prompt_args
+            )  # type: ignore[misc]
+            return found
         messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
 
         async def stream() -> AsyncGenerator[Any, None]:

@@ -309,3 +309,12 @@ def test_the_core_imports_no_transformers(folder: Path) -> None:
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_options_of_a_tokenizer_hold_for_one_out_of_a_gguf_file():
+    from paged_backend.adapters.huggingface import load_tokenizer
+
+    tokenizer = load_tokenizer("demo", padding_side="left", model_max_length=99)
+    assert (tokenizer.padding_side, tokenizer.model_max_length) == ("left", 99)
+    with pytest.raises(ValueError, match="use_fast"):
+        load_tokenizer("demo", use_fast=False)

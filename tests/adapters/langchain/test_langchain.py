@@ -323,6 +323,43 @@ def test_streaming_true_lets_invoke_stream(engine):
     assert model.invoke("count", {"callbacks": [recorder]}).content == "".join(recorder.tokens) == WORDS
 
 
+def test_streaming_true_lets_completions_stream(engine):
+    model = PagedLLM(model="s", engine=engine, temperature=0, streaming=True, logprobs=1)
+    plain = PagedLLM(model="s", engine=engine, temperature=0, logprobs=1)
+    recorder = Recorder()
+    expected = plain.generate([raw("count")])
+    found = model.generate([raw("count")], callbacks=[recorder])
+    assert "".join(recorder.tokens) == WORDS
+    assert found.generations == expected.generations
+    assert found.llm_output["token_usage"]["completion_tokens"] == len(
+        found.generations[0][0].generation_info["logprobs"]["content"]
+    )
+    heard = Recorder()
+    whole = asyncio.run(model.agenerate([raw("count")], callbacks=[heard]))
+    assert (whole.generations, "".join(heard.tokens)) == (expected.generations, WORDS)
+
+
+def test_custom_token_ids_are_those_that_are_counted(engine):
+    for kind in (ChatPaged, PagedLLM):
+        model = kind(model="s", engine=engine, custom_get_token_ids=lambda text: [1] * len(text))
+        assert model.get_num_tokens("abc") == 3
+
+
+def test_developers_and_functions_of_older_histories(chat):
+    from langchain_core.messages import FunctionMessage
+
+    function = {"name": "now", "arguments": ""}
+    messages = [
+        SystemMessage("kind", additional_kwargs={"__openai_role__": "developer"}),
+        HumanMessage("time?"),
+        AIMessage("", additional_kwargs={"function_call": function}),
+        FunctionMessage(name="now", content="noon"),
+        HumanMessage("thanks"),
+    ]
+    assert chat.invoke(messages).content == "You said: thanks"
+    assert chat.get_num_tokens_from_messages(messages) > chat.get_num_tokens_from_messages(messages[:3])
+
+
 def test_refusals_are_langchain_s_errors_and_ours(chat):
     with pytest.raises(ContextOverflowError) as overflow:
         chat.invoke("x " * 30000)

@@ -381,3 +381,49 @@ async def test_function_agents_side_by_side(llm):
     agents = [FunctionAgent(tools=[ADD], llm=llm) for _ in range(6)]
     found = await asyncio.gather(*(agent.run("please add") for agent in agents))
     assert [str(item) for item in found] == ["The result is 7."] * 6
+
+
+def test_messages_to_prompt_writes_chats(engine):
+    def write(messages):
+        return f"<|im_start|>user\nwrapped {messages[-1].content}<|im_end|>\n<|im_start|>assistant\n"
+
+    llm = PagedLLM("s", engine=engine, temperature=0, messages_to_prompt=write)
+    question = [ChatMessage(role="user", content="hi")]
+    assert llm.chat(question).message.content == "You said: wrapped hi"
+    assert [*llm.stream_chat(question)][-1].message.content == "You said: wrapped hi"
+    assert asyncio.run(llm.achat(question)).message.content == "You said: wrapped hi"
+    assert llm.metadata.is_chat_model
+    assert not llm.metadata.is_function_calling_model
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "x"}}}
+    assert llm.chat(question, response_format=form).message.content == '"x"'
+    with pytest.raises(RequestRejectedError, match=r"messages_to_prompt .* tools"):
+        llm.chat(question, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(RequestRejectedError, match=r"messages_to_prompt .* chat_template"):
+        llm.chat(question, chat_template="x")
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        PagedLLM("s", messages_to_prompt=write, chat_template_kwargs={"x": 1})
+
+
+def test_completion_to_prompt_alone_makes_completions_the_way_to_ask(engine):
+    def write(text):
+        return f"<|im_start|>user\nwrapped {text}<|im_end|>\n<|im_start|>assistant\n"
+
+    llm = PagedLLM("s", engine=engine, temperature=0, completion_to_prompt=write)
+    assert not llm.metadata.is_chat_model
+    assert llm.predict(PromptTemplate("hi")) == "You said: wrapped hi"
+
+
+def test_another_program_mode_is_llama_index_s_own_way(engine):
+    from llama_index.core.types import PydanticProgramMode
+
+    llm = PagedLLM("s", engine=engine, temperature=0, pydantic_program_mode=PydanticProgramMode.LLM)
+    heard = []
+    original = llm.chat
+    object.__setattr__(
+        llm, "chat", lambda messages, **kw: heard.append((messages, kw)) or original(messages, **kw)
+    )
+    found = llm.structured_predict(Person, PromptTemplate("person"))
+    assert found == Person(name="Ann", age=30)
+    ((messages, options),) = heard
+    assert "response_format" not in options
+    assert "schema" in messages[-1].content
