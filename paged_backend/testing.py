@@ -75,12 +75,22 @@ class ScriptedRunner(Runner):
         sampled: list[Sampled | Exception] = []
         for row in work.rows:
             context = self._read(work, end)
+            if row.candidates:
+                sampled.append(self._proposal(context, row.candidates))
+                continue
             token = (self.next_token(context) + (row.seed if row.params.temperature else 0)) % self.vocab_size
             if row.constraint is not None:
                 token = row.constraint.settle(token)
             sampled.append(Sampled(token, -1.0, 1, None))
         scores = [Sampled(token, -float(token), 1, []) for token in work.scored_ids]
         return Result(sampled, scores)
+
+    def _proposal(self, context: list[int], count: int) -> Sampled:
+        """Continuations of a beam: the ids from the next token on, as likely as the whole context has it."""
+        first = self.next_token(context)
+        scores = sorted((-float((first * 7 + i * i * 13) % 41) / 8 for i in range(count)), reverse=True)
+        top = [((first + i) % self.vocab_size, score, i + 1) for i, score in enumerate(scores)]
+        return Sampled(top[0][0], top=top)
 
     def _read(self, work: Work, end: int) -> list[int]:
         first = 0 if self.window is None else max(end - self.window, 0)

@@ -8,8 +8,9 @@ before a step has succeeded.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from paged_backend.errors import RequestFailedError
 from paged_backend.outputs import Hypothesis
 from paged_backend.runner.base import Result, Runner
 from paged_backend.runner.sampler import Sampled
+
+logger = logging.getLogger("paged_backend")
 
 
 @dataclass(slots=True)
@@ -109,7 +112,7 @@ class EngineCore:
             self._launch()
         in_flight = self._steps.take()
         if in_flight is None:
-            return []
+            return self._end_stall() if self.scheduler.has_work else []
         if self._steps.can_go_on(in_flight):
             in_flight.assume()
             self._launch()
@@ -152,9 +155,9 @@ class EngineCore:
                 self._branch(request, request.group, now, updates)
         return updates
 
-    def _prepare_masks(self, picked: Sequence[tuple[Request, int]]) -> None:
+    def _prepare_masks(self, picked: Mapping[Request, int]) -> None:
         """Let grammars fill their masks in a thread of their own while the model computes."""
-        for request, count in picked:
+        for request, count in picked.items():
             if request.constraint is not None and count == request.num_pending:
                 if self._masks is None:
                     self._masks = ThreadPoolExecutor(1, "paged_backend-masks")
@@ -286,6 +289,28 @@ class EngineCore:
             updates.extend(self._fail(request, cause))
         return updates
 
+    def _end_stall(self) -> list[Update]:
+        """Nothing is in flight and nothing could be scheduled: give up the youngest, so that the others get its blocks.
+
+        The scheduler's order rules this out; should it happen, it must be loud and not a wait for ever.
+        """
+        requests = self.scheduler.requests()
+        youngest = max(requests, key=lambda request: request.order)
+        state = [
+            (r.request_id, r.index, r.order, r.status.value, len(r.table), r.num_pending)
+            for r in requests[:50]
+        ]
+        logger.error(
+            "nothing can be scheduled, of %d blocks %d are free; request %s is given up. The first of %d requests, as "
+            "(id, index, order, status, blocks, tokens to compute): %s",
+            self.cache.pool.capacity,
+            self.cache.pool.num_free,
+            youngest.request_id,
+            len(requests),
+            state,
+        )
+        return self._fail(youngest, RuntimeError("the scheduler found no way to go on"))
+
     def check(self) -> None:
         """Raise if a cache invariant is broken or a block leaked."""
         self.cache.check([request.table for request in self.scheduler.requests()])
@@ -305,7 +330,7 @@ class EngineCore:
             self._masks.shutdown()
 
     def _usage(self) -> StepUsage:
-        requests = self.scheduler.requests()
+        requests = self.scheduler.holders()
         blocks = self.cache.pool.num_used
         size = self.cache.block_size
         parts = self._steps.waiting.parts if self._steps.waiting is not None else ()

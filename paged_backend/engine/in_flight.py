@@ -11,7 +11,7 @@ fork. Otherwise the next step is scheduled when the results are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paged_backend.cache.manager import CacheManager
@@ -45,14 +45,14 @@ class Part:
 class InFlightStep:
     """picked: from the scheduler. copies: (source, destination) of blocks, to be made before the step."""
 
-    def __init__(self, picked: Sequence[tuple[Request, int]], copies: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, picked: Mapping[Request, int], copies: Sequence[tuple[int, int]]) -> None:
         self.parts = [
             Part(
                 request, count, request.num_computed, len(request.token_ids), scored_positions(request, count)
             )
-            for request, count in picked
+            for request, count in picked.items()
         ]
-        self.works: list[Work] = [work_of(request, count) for request, count in picked]
+        self.works: list[Work] = [work_of(request, count) for request, count in picked.items()]
         self.copies = list(copies)
         self.results: Callable[[], list[Result]] = list  # the runner's; raises what went wrong
         self.failed = False

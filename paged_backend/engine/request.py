@@ -43,13 +43,13 @@ class Request:
         "num_prompt_tokens",
         "num_scored",
         "num_shared",
-        "overtaken",
         "owner",
         "params",
         "priority",
         "request_id",
         "seats",
         "seed",
+        "sequence",
         "skipped",
         "status",
         "stop_ids",
@@ -97,8 +97,8 @@ class Request:
             self.seats = params.beam_search.num_beams
             self.group = BeamGroup(params.beam_search, self.max_tokens, self.stop_ids, self.stops)
         self.arrival = 0
+        self.sequence = 0  # a number of its own, given by the scheduler: samples and beams share an arrival
         self.skipped = 0
-        self.overtaken = 0
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_scored = 1  # prompt positions whose logprobs are known; the first has none by definition
@@ -125,9 +125,9 @@ class Request:
         return any(stop(prompt, output_token_ids) for stop in self.params.stop_criteria)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Smaller runs earlier and is preempted later."""
-        return (self.priority, self.arrival)
+    def order(self) -> tuple[int, int, int]:
+        """Smaller runs earlier and is preempted later. No two sequences have the same."""
+        return (self.priority, self.arrival, self.sequence)
 
     @property
     def reusable_prefix(self) -> int:

@@ -1,34 +1,38 @@
 """Scheduler: which tokens each step computes, under one budget and one pool of blocks.
 
 A step takes running decodes first, then running prefill chunks, then new requests, always oldest first, where
-"older" is smaller (priority, arrival). There are no phases: each request's computed tokens chase its known tokens.
-Chunks deep in a long prompt are smaller, as their attention costs more (see ``chunking``).
+"older" is smaller (priority, arrival, sequence): a total order, in which the samples and beams of one request follow
+each other. There are no phases: each request's computed tokens chase its known tokens. Chunks deep in a long prompt
+are smaller, as their attention costs more (see ``chunking``).
 
 A request is admitted if the pool can hold what it and the running ones are expected to grow to (see ``admission``);
 when that guess fails, preemption covers it.
 
 Preemption takes tail blocks, only as many as are needed, from the youngest that holds any; the rest of the victim
-stays. A request never takes from an older one, so the oldest always runs to its end: this is the proof of progress.
+stays. A request never takes from an older one, and takes from all that are younger, so the oldest that has anything to
+compute always runs to its end: this is the proof of progress.
 
 A waiting request that does not fit may be passed by smaller ones, but at most ``max_skips`` times; then nothing
-behind it is admitted before it. A request that higher priorities keep overtaking is promoted after ``max_overtakes``.
+behind it is admitted before it. A request that higher priorities keep overtaking is promoted after ``max_overtakes``
+(see ``waiting_queue``).
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import itertools
 from dataclasses import dataclass, field
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.admission import FuturePeak, OutputLengths
 from paged_backend.engine.chunking import NO_CONTEXT_COST, ChunkCost
 from paged_backend.engine.request import Request, Status
+from paged_backend.engine.waiting_queue import PROMOTED, WaitingQueue, insert, remove
 
 LOOK_AHEAD = 8
 """How many requests that do not fit are looked past in one step."""
 
-PROMOTED = -(1 << 62)
-"""The priority of a request that was overtaken too often."""
+FOLLOWERS = 64
+"""How many requests that wait for a block which another one computes are looked past in one step."""
 
 
 @dataclass(slots=True)
@@ -57,25 +61,25 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_skips = max_skips
-        self.max_overtakes = max_overtakes
         self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue(max_overtakes)
         self.lengths = OutputLengths()
         self.stats = SchedulerStats()
-        self._arrivals = 0
-        self._preempted_now = False
-        self._mixed_priorities = False
+        self._arrivals = itertools.count(1)
+        self._sequences = itertools.count(1)
+        # of the step that is being scheduled
+        self._picked: dict[Request, int] = {}
+        self._costs: dict[Request, int] = {}
+        self._budget = 0
+        self._has_preempted = False
 
     # --- coming and going ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool and the seats (the engine refuses the others at the door)."""
-        self._arrivals += 1
-        request.arrival = self._arrivals
+        request.arrival, request.sequence = next(self._arrivals), next(self._sequences)
         request.table = self.cache.open(request.token_ids, request.namespace, owner=request)
-        if self.waiting and request.priority != self.waiting[-1].priority:
-            self._mixed_priorities = True
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def fork(self, request: Request, index: int) -> Request:
         """A request that shares all KV of ``request`` so far, sample or beam ``index``; it takes one of its seats.
@@ -83,7 +87,11 @@ class Scheduler:
         A beam may have been preempted; the fork then waits like it.
         """
         twin = request.twin(index, self.cache.fork(request.table))
-        insort(self.running if twin.status is Status.RUNNING else self.waiting, twin, key=_order)
+        twin.sequence = next(self._sequences)
+        if twin.status is Status.RUNNING:
+            insert(self.running, twin)
+        else:
+            self.waiting.add(twin)
         request.seats -= 1
         return twin
 
@@ -91,7 +99,10 @@ class Scheduler:
         """Take a request out, in whatever state, and free its blocks. natural: its length is worth learning from."""
         if request.status is Status.FINISHED:
             return
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        if request.status is Status.RUNNING:
+            remove(self.running, request)
+        else:
+            self.waiting.remove(request)
         request.status = Status.FINISHED
         self.cache.free(request.table)
         if natural:
@@ -102,133 +113,153 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def requests(self) -> list[Request]:
-        return self.running + self.waiting
+        return [*self.running, *self.waiting]
+
+    def holders(self) -> list[Request]:
+        """All that hold blocks."""
+        return self.running + self.waiting.holders
 
     # --- one step ------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[tuple[Request, int]]:
-        """(request, number of its next tokens to compute) for this step; their blocks are reserved. Empty if idle."""
-        picked: dict[Request, int] = {}
-        budget = self.max_num_batched_tokens
-        self._preempted_now = False
+    def schedule(self) -> dict[Request, int]:
+        """{request: how many of its next tokens to compute} in this step, in the order of the batch.
+
+        Their blocks are reserved. Empty if there is nothing to do before the step in flight has landed.
+        """
+        picked = self._picked = {}
+        self._costs = {}
+        self._budget = self.max_num_batched_tokens
+        self._has_preempted = False
         self.stats.last_admitted.clear()
         decodes = [r for r in self.running if r.num_pending == 1]
         prefills = [r for r in self.running if r.num_pending > 1]
         for request in decodes + prefills:
-            if budget <= 0:
+            if self._budget <= 0:
                 break
-            count = self.chunk_cost.chunk(request.num_pending, request.num_computed, budget)
             if request.status is not Status.RUNNING:
                 continue  # an older request has just taken its blocks
-            freed = self._make_room(request, request.num_computed + count, picked)
-            if freed is not None:  # else it stalls, keeping its blocks, until an older request has finished
-                picked[request] = count
-                cost = 1 if count == 1 else self.chunk_cost.cost(count, request.num_computed)
-                budget += freed - cost
-        if self.waiting and budget > 0 and not self._preempted_now:
-            self._admit(picked, budget)
+            count = self.chunk_cost.chunk(request.num_pending, request.num_computed, self._budget)
+            if self._make_room(request, request.num_computed + count):
+                self._pick(request, count)
+            # else it stalls, keeping its blocks, until an older request has finished
+        if self.waiting and not self._has_preempted:
+            self._admit()
         if not picked and self.waiting:
             # everything that runs stalls on blocks which an older, preempted request still holds: that one goes first
-            self._resume_oldest(picked, budget)
+            self._resume_oldest()
         self.stats.scheduled_tokens += sum(picked.values())
-        return list(picked.items())
+        return picked
 
-    def _make_room(self, request: Request, num_tokens: int, picked: dict[Request, int]) -> int | None:
+    def _pick(self, request: Request, count: int) -> None:
+        cost = 1 if count == 1 else self.chunk_cost.cost(count, request.num_computed)
+        self._picked[request], self._costs[request] = count, cost
+        self._budget -= cost
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserve blocks up to ``num_tokens``, preempting younger requests if need be.
 
-        Returns the step's tokens that victims gave back, or None if there is no room and nobody younger to take from.
+        False if there is no room and nobody younger to take from.
         """
-        refund = 0
         while not self.cache.reserve(request.table, request.num_computed, num_tokens):
             victim = self._youngest_holder(request)
             if victim is None:
-                return None
-            short = (
-                self.cache.missing(request.table, request.num_computed, num_tokens) - self.cache.pool.num_free
-            )
-            refund += picked.pop(victim, 0)
-            self._preempt(victim, short)
-        return refund
+                return False
+            missing = self.cache.missing(request.table, request.num_computed, num_tokens)
+            self._preempt(victim, missing - self.cache.pool.num_free)
+        return True
 
     def _youngest_holder(self, request: Request) -> Request | None:
-        for queue in (self.waiting, self.running):  # what waits is not computing: take from it first
-            for other in reversed(queue):
-                if other.order <= request.order:
-                    break
-                if len(other.table):
-                    return other
+        """Of those younger than ``request``, the one to take blocks from."""
+        for holders in (
+            self.waiting.holders,
+            self.running,
+        ):  # what waits is not computing: take from it first
+            if holders and holders[-1].order > request.order:
+                return holders[-1]
         return None
 
     def _preempt(self, victim: Request, want_free: int) -> None:
+        """Take tail blocks from ``victim``; what it was to compute in this step goes back to the budget."""
         victim.num_computed = self.cache.cut(victim.table, want_free, victim.num_computed)
         victim.num_shared = min(victim.num_shared, len(victim.table))
-        if victim.status is Status.RUNNING:
-            self.running.remove(victim)
-            victim.status = Status.PREEMPTED
-            victim.metrics.num_preemptions += 1
-            self.stats.num_preemptions += 1
-            self._preempted_now = True
-            insort(self.waiting, victim, key=_order)
+        if victim.status is not Status.RUNNING:
+            self.waiting.note_blocks(victim)
+            return
+        if self._picked.pop(victim, 0):
+            self._budget += self._costs.pop(victim)
+        remove(self.running, victim)
+        victim.status = Status.PREEMPTED
+        victim.metrics.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self._has_preempted = True
+        self.waiting.add(victim)
 
     # --- admission -----------------------------------------------------------------------------------------------
 
-    def _admit(self, picked: dict[Request, int], budget: int) -> None:
-        seats = self.max_num_seqs - sum(r.seats for r in self.running)
+    def _admit(self) -> None:
+        seats = self._free_seats()
         blocked: list[Request] = []
         peak: FuturePeak | None = None
-        for request in list(self.waiting):
-            if budget <= 0 or seats <= 0 or len(blocked) > LOOK_AHEAD:
-                break
+        passed = 0  # so many wait on, the next one is tried now
+        while self._budget > 0 and seats > 0 and len(blocked) <= LOOK_AHEAD and passed < len(self.waiting):
+            request = self.waiting[passed]
             hits = self.cache.match(request.table, request.reusable_prefix)
             leader = self.cache.leader(request.table, len(hits), request.reusable_prefix)
             if isinstance(leader, Request) and leader.order < request.order:
-                continue  # its next block is being computed right now: it will be a hit in a moment
+                # its next block is being computed right now: it will be a hit in a moment
+                passed += 1
+                if passed - len(blocked) > FOLLOWERS:
+                    break
+                continue
             fits = request.seats <= seats
             if fits and self.running:
                 if peak is None:
                     peak = FuturePeak(self.cache, self.lengths, self.running)
                 fits = peak.with_candidate(request, hits) <= self.cache.pool.capacity
-            count = self._start(request, hits, budget) if fits else 0
-            if count == 0:
+            if not (fits and self._start(request, hits)):
                 if request.skipped >= self.max_skips:
                     break  # it has been passed often enough: nothing behind it before it
                 blocked.append(request)
+                passed += 1
                 continue
-            for passed in blocked:
-                passed.skipped += 1
-            self._overtake(request)
+            for other in blocked:
+                other.skipped += 1
             peak = None
-            picked[request] = count
-            budget -= self.chunk_cost.cost(count, request.num_computed)
             seats -= request.seats
+        for request in self.stats.last_admitted:
+            overtaken = self.waiting.overtaken_by(request)
+            if overtaken is not None:
+                self._promote(overtaken)
 
-    def _resume_oldest(self, picked: dict[Request, int], budget: int) -> None:
+    def _free_seats(self) -> int:
+        return self.max_num_seqs - sum(r.seats for r in self.running)
+
+    def _resume_oldest(self) -> None:
+        """Start the first request that waits, whatever those that are younger than it lose by that."""
         request = self.waiting[0]
-        while self._youngest_holder(request) is not None and not picked:
-            count = self._start(request, [], budget)
-            if count:
-                picked[request] = count
-                return
+        while not (request.seats <= self._free_seats() and self._start(request, [])):
             victim = self._youngest_holder(request)
-            if victim is not None:
-                self._preempt(victim, self.cache.pool.capacity)
+            if victim is None:
+                return
+            self._preempt(victim, self.cache.pool.capacity)
 
-    def _start(self, request: Request, hits: list[int], budget: int) -> int:
+    def _start(self, request: Request, hits: list[int]) -> bool:
         """Move a waiting request to running, with ``hits`` adopted and blocks for its first tokens reserved.
 
-        Returns how many tokens it computes in this step; 0 if the blocks are not there, and nothing has changed
-        but that younger waiting requests may have lost some they held.
+        False if the blocks are not there; then nothing has changed but that younger waiting requests may have lost
+        some they held.
         """
         cache = self.cache
         computed = (len(request.table) + len(hits)) * cache.block_size
-        count = self.chunk_cost.chunk(len(request.token_ids) - computed, computed, budget)
+        count = self.chunk_cost.chunk(len(request.token_ids) - computed, computed, self._budget)
         revived = sum(1 for b in hits if b and cache.pool.is_free(b))
         need = cache.blocks_for(computed + count) - len(request.table) - len(hits) + revived
         while need > cache.pool.num_free:
             victim = self._youngest_holder(request)
             if victim is None or victim.status is Status.RUNNING:
-                return 0
+                return False
             self._preempt(victim, need - cache.pool.num_free)
+        self.waiting.remove(request)
         request.num_shared = len(request.table) + len(hits) - revived if hits else request.num_shared
         cache.adopt(request.table, hits)
         request.num_computed = computed
@@ -240,25 +271,19 @@ class Scheduler:
             )  # a resumed output may hit as well
             cache.prefix_queries += request.num_prompt_tokens
             cache.prefix_hits += request.num_cached_tokens
-        self.waiting.remove(request)
         request.status = Status.RUNNING
         request.skipped = 0
-        insort(self.running, request, key=_order)
+        insert(self.running, request)
         self.stats.admitted += 1
         self.stats.last_admitted.append(request)
-        return count
+        self._pick(request, count)
+        return True
 
-    def _overtake(self, request: Request) -> None:
-        if not self._mixed_priorities:
-            return
-        for other in self.waiting:
-            if other.arrival < request.arrival and other.priority > request.priority:
-                other.overtaken += 1
-                if other.overtaken >= self.max_overtakes:
-                    other.priority = PROMOTED
-        self.waiting.sort(key=_order)
-        self._mixed_priorities = len({r.priority for r in self.waiting}) > 1
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+    def _promote(self, request: Request) -> None:
+        """Before everybody else, with all of its samples or beams, which stay side by side in the order."""
+        for other in self.running:
+            if other.arrival == request.arrival and other is not request:
+                remove(self.running, other)
+                other.priority = PROMOTED
+                insert(self.running, other)
+        self.waiting.promote(request)

@@ -140,6 +140,34 @@ def test_forked_samples_survive_preemption(scripted_core):
     assert tight.scheduler.stats.num_preemptions > 0
 
 
+def test_samples_that_fill_the_pool_take_blocks_from_each_other(scripted_core):
+    # all had the same order, so none could take any: nothing was scheduled for ever
+    core = scripted_core(20, max_model_len=200)
+    expect_short_outputs(core)
+    make(core, "n", [1, 2, 3], max_tokens=150, n=8, temperature=1.0, seed=3)
+    make(core, "other", [4, 5], max_tokens=4)
+    results = drain(core)
+    assert {reason for _, reason, _ in results.values()} == {"length"}
+    assert results["other", 0][0] == expected([4, 5], 4)
+    assert core.scheduler.stats.num_preemptions > 0
+
+
+def test_if_nothing_can_be_scheduled_the_youngest_fails_and_nobody_waits_for_ever(scripted_core, caplog):
+    core = scripted_core(50)
+    make(core, "old", [1, 2, 3], max_tokens=5)
+    make(core, "young", [4, 5], max_tokens=5)
+    core.step()
+    schedule = core.scheduler.schedule
+    core.scheduler.schedule = dict
+    while not (updates := core.step()) or updates[0].error is None:
+        assert core.has_work
+    assert isinstance(updates[0].error, RequestFailedError)
+    assert updates[0].request.request_id == "young"
+    assert "nothing can be scheduled" in caplog.text
+    core.scheduler.schedule = schedule
+    assert drain(core)["old", 0][1] == "length"
+
+
 def test_aborting_a_forked_request_frees_all_samples(scripted_core):
     # vllm PR #14512: aborts were not propagated to the children
     core = scripted_core(200)

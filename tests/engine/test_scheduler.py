@@ -38,11 +38,11 @@ class Trace:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> list[tuple[Request, int]]:
+    def step(self) -> dict[Request, int]:
         picked = self.scheduler.schedule()
         self.cache.take_copies()
         self.steps += 1
-        for request, count in picked:
+        for request, count in picked.items():
             request.num_computed += count
             self.cache.commit(request.table, request.token_ids, request.num_computed)
             if request.num_pending == 0:
@@ -69,7 +69,7 @@ def test_running_decodes_come_before_prefill_chunks_and_before_new_requests():
     trace.step()
     late = trace.add(3, 5)
     picked = trace.step()
-    assert picked == [(decoding, 1), (long, 15)]
+    assert list(picked.items()) == [(decoding, 1), (long, 15)]
     assert late.status is Status.WAITING
 
 
@@ -78,7 +78,7 @@ def test_one_budget_bounds_every_step_and_prompts_are_split_to_fit():
     for length in (100, 7, 64, 1, 33):
         trace.add(length, 9)
     while trace.scheduler.has_work:
-        assert sum(count for _, count in trace.step()) <= 32
+        assert sum(trace.step().values()) <= 32
 
 
 def test_a_decode_never_waits_for_a_long_prompt():
@@ -88,7 +88,7 @@ def test_a_decode_never_waits_for_a_long_prompt():
     trace.step()
     trace.add(3000, 1)
     for _ in range(50):
-        assert (decoding, 1) in trace.step()
+        assert trace.step()[decoding] == 1
 
 
 def test_lengths_that_are_known_never_lead_to_preemption():
@@ -192,7 +192,7 @@ def test_small_requests_pass_a_large_one_that_does_not_fit_yet():
 
 def test_smaller_priority_runs_first_and_the_overtaken_are_promoted_in_the_end():
     trace = Trace(100, seats=1)
-    trace.scheduler.max_overtakes = 20
+    trace.scheduler.waiting.max_overtakes = 20
     trace.add(10, 3)
     trace.step()
     low = trace.add(10, 3, priority=5)
@@ -206,6 +206,28 @@ def test_smaller_priority_runs_first_and_the_overtaken_are_promoted_in_the_end()
         trace.step()
         served += 1
         assert served < 200
+
+
+def test_only_who_came_later_counts_as_overtaking():
+    trace = Trace(400, seats=1)
+    trace.scheduler.waiting.max_overtakes = 5
+    early = [trace.add(10, 3, priority=0) for _ in range(20)]
+    low = trace.add(10, 3, priority=5)
+    while low.status is not Status.FINISHED:
+        trace.step()
+    assert trace.finished == [*early, low]
+
+
+def test_a_request_behind_one_that_was_promoted_is_promoted_by_its_own_count():
+    trace = Trace(400, seats=1)
+    trace.scheduler.waiting.max_overtakes = 10
+    first, second = trace.add(10, 3, priority=5), trace.add(10, 3, priority=3)
+    for _ in range(40):
+        trace.add(10, 3, priority=-1)
+    while second.status is not Status.FINISHED:
+        trace.step()
+    assert trace.finished.index(first) == 10
+    assert trace.finished.index(second) == 11
 
 
 def test_high_priority_is_preempted_last():
