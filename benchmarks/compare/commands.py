@@ -158,7 +158,7 @@ def prefix(
     workdir: Workdir = None,
 ) -> None:
     """Seconds for requests that share a long prefix, with and without the prefix cache."""
-    from paged_backend.bench import workloads
+    from benchmarks.compare import workloads
 
     def make(vocab: int) -> dict[str, Workload]:
         return {
@@ -188,7 +188,7 @@ def longcontext(
     workdir: Workdir = None,
 ) -> None:
     """Longest gap between two tokens of running requests while a long prompt enters."""
-    from paged_backend.bench import workloads
+    from benchmarks.compare import workloads
 
     common = _Common(model, peer, variant, cores, threads, repeats, timeout, baseline, json, plot, workdir)
     _run(

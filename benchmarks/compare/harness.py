@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.contenders import Contender
-from paged_backend.bench.workloads import BenchRequest, Workload, as_json
+from benchmarks.compare.workloads import as_json
+from paged_backend.bench.workloads import BenchRequest, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.measures import Benchmark, Row
+from paged_backend.cli.tables import aligned
 from paged_backend.errors import PagedBackendError
+from paged_backend.machine import cpu_name
 
 _OURS, _PEER, _FAILED = "#2b6cb0", "#a0aec0", "#c53030"
 
@@ -31,13 +33,7 @@ def table(benchmark: Benchmark, rows: Sequence[Row], baseline: str | None) -> st
         label = f"{row.label} ({row.note})" if row.note else row.label
         cpu_ratio = f"{row.cpu_ratio:.2f}" if row.cpu_ratio is not None else "-"
         lines.append([label, *cells, spread, ratio, cpu_ratio, agreement])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
-        ).rstrip()
-        for line in lines
-    ]
+    text = [aligned(lines)]
     failed = [f"{row.label}: {row.error}" for row in rows if row.error is not None]
     if baseline is not None:
         text.append(f"ratio: to {baseline}, above 1 is better")
@@ -55,17 +51,6 @@ def as_json(title: str, rows: Sequence[Row], baseline: str | None, settings: Map
         "rows": [row.as_dict() for row in rows],
     }
     return json.dumps(found, indent=1)
-
-
-def cpu_name() -> str:
-    """The processor as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def plot(benchmark: Benchmark, rows: Sequence[Row], path: Path, title: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paged_backend.cli.common import complain
+from paged_backend.cli.tables import aligned
 
 if TYPE_CHECKING:
     from benchmarks.device.report import Report
@@ -83,7 +84,7 @@ def kernels(
         raise typer.BadParameter(f"unknown target {unknown[0]!r}; known ones: {', '.join(aot.TARGETS)}")
     cases = list(aot.quick_cases() if quick else aot.all_cases())
     compiled = list(aot.compile_cases(cases, names))
-    typer.echo(_table(_rows(compiled)))
+    typer.echo(aligned(_rows(compiled)))
     bad = [c for c in compiled if not c.fits]
     most = max(c.shared for c in compiled)
     typer.echo(f"{len(compiled)} compiled, {len(bad)} that spill or do not fit, at most {most} bytes shared")
@@ -99,11 +100,3 @@ def _rows(compiled: Sequence[Any]) -> list[list[str]]:
         numbers = [str(n) for n in (c.warps, c.registers, c.shared, c.spills)]
         rows.append([c.case, c.kernel, c.target, *numbers, "" if c.fits else "does not fit"])
     return rows
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]).rstrip()
-        for row in rows
-    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.compare.commands import Plot
+from paged_backend.cli.bench import PAPER_POOL, memory_table
 from paged_backend.cli.common import complain
 from paged_backend.cli.flags import checked_config, with_flags
 from paged_backend.cli.help import HeadedCommand
@@ -17,9 +18,6 @@ from paged_backend.cli.help import HeadedCommand
 if TYPE_CHECKING:
     from paged_backend.bench.memory import MemoryRun
     from paged_backend.bench.traces import TraceRequest
-
-PAPER_POOL = 15728
-"""Slots of the paper's main experiment: 12 GB of KV memory at OPT-13B's 800 KB per token."""
 
 
 def register(app: typer.Typer) -> None:
@@ -62,8 +60,10 @@ def memory(
             )
     checked_config(model or "none", engine)
     from benchmarks.memory.contiguous import PLACEMENTS, POLICIES, run_contiguous
+    from benchmarks.memory.model_runner import open_model
     from paged_backend.bench.memory import run_paged
     from paged_backend.bench.traces import PRESETS, make_trace, mean_lengths, read_trace
+    from paged_backend.config import EngineConfig
     from paged_backend.errors import PagedBackendError
 
     if placement not in PLACEMENTS:
@@ -78,7 +78,12 @@ def memory(
             requests_made = make_trace(trace, requests, seed, rate, context)
         else:
             requests_made = read_trace(Path(trace), seed, rate, context)
-        extra = _model_runner(model, engine, pool_tokens // block_size + 1, context) if model else {}
+        extra: dict[str, Any] = {}
+        if model is not None:
+            num_blocks = pool_tokens // block_size + 1
+            config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
+            runner, window = open_model(config, requests_made)
+            extra = {"runner": runner, "window": window}
         runs = [
             run_paged(
                 requests_made,
@@ -105,7 +110,7 @@ def memory(
             f"{len(requests_made)} requests ({trace}, mean {mean_in:.0f} in / {mean_out:.0f} out), "
             f"{pool_tokens} KV slots, block size {block_size}, {placement} placement"
         )
-        typer.echo(f"{title}\n\n{_table(runs)}")
+        typer.echo(f"{title}\n\n{memory_table(runs)}")
         if json is not None:
             json.write_text(json_module.dumps(_as_data(title, requests_made, runs)), encoding="utf-8")
         if plot is not None:
@@ -115,63 +120,6 @@ def memory(
     except (PagedBackendError, ValueError, OSError) as error:
         complain(str(error))
         raise typer.Exit(1) from error
-
-
-def _model_runner(model: str, engine: dict[str, Any], num_blocks: int, context: int) -> dict[str, Any]:
-    """A real model under our side of the comparison."""
-    from paged_backend.config import EngineConfig
-    from paged_backend.engine.factory import kernels_for, make_runner, sliding_window
-    from paged_backend.models.loading import load_model
-
-    config = EngineConfig.from_options(model, num_blocks=num_blocks, max_model_len=context, **engine)
-    kernels = kernels_for(config)
-    loaded = load_model(config, kernels)
-    runner = make_runner(config, kernels, loaded, num_blocks)
-    return {"model": runner, "window": sliding_window(loaded.spec)}
-
-
-def _table(runs: Sequence[MemoryRun]) -> str:
-    from paged_backend.bench.memory import CATEGORIES
-
-    columns = ["", *CATEGORIES, "waste", "running", "peak", "steps", "preempted", "computed"]
-    rows = [columns]
-    for run in runs:
-        shares = run.shares()
-        rows.append(
-            [
-                run.name,
-                *(f"{shares[name]:.1%}" for name in CATEGORIES),
-                f"{run.waste:.1%}",
-                f"{run.mean_running:.1f}",
-                str(run.peak_running),
-                str(len(run.samples)),
-                str(run.preemptions),
-                str(run.computed_tokens),
-            ]
-        )
-    notes = [
-        "",
-        "tokens .. unallocated: average share of the pool while requests wait (they add up to 100 %).",
-        "waste: share of the allocated slots that hold no token. running, peak: requests at once. computed: tokens",
-        "run through the model, recomputation after preemption included.",
-    ]
-    if not runs[0].saturated:
-        notes.insert(
-            1, "Nobody ever waited: averages are over all steps. Raise --rate or lower --pool-tokens."
-        )
-    return aligned(rows) + "\n".join(notes)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a plain text table, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _as_data(title: str, trace: Sequence[TraceRequest], runs: Sequence[MemoryRun]) -> dict[str, Any]:

@@ -1,6 +1,12 @@
-"""Contiguous reservation, the baselines of the memory benchmark; see ``memory`` for what is compared and how.
+"""Contiguous reservation, which paged attention replaced: the baselines of the memory benchmark.
 
-A request reserves its slots in one piece when it is admitted, and holds them until it ends.
+They keep the iteration-level scheduling (decodes first, then prefill chunks, then admission with bounded skip-ahead,
+one token budget), so that only the memory policy differs from ``paged_backend.bench.memory``. A request reserves its
+slots in one piece when it is admitted, and holds them until it ends:
+
+    max     the whole context
+    pow2    the prompt, and the output's true length rounded up to a power of two (the paper's Orca (Pow2))
+    oracle  exactly what the request will use, which nobody can know
 """
 
 from __future__ import annotations

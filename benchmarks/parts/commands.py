@@ -1,4 +1,4 @@
-"""The commands about parts: ``step``, ``scheduler`` and ``perplexity``.
+"""The commands about parts: ``step``, ``scheduler`` and ``grammars``.
 
 ``register`` hangs them into a command line. Nothing heavy is imported until one runs.
 """
@@ -10,19 +10,18 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.compare.commands import Cores, Json, Model, complain, cores_of
 from benchmarks.compare.contenders import VARIANTS
-from benchmarks.memory.command import aligned
+from paged_backend.cli.tables import aligned
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to ``app``."""
-    for function in (step, perplexity, scheduler):
+    for function in (step, scheduler, grammars):
         app.command(function.__name__)(function)
 
 
@@ -59,63 +58,13 @@ def step(
     lines.append(["step", *(f"{p.total_ms:.3f}" for p in profiles)])
     lines.append(["outside kernels", *(f"{p.outside:.1%}" for p in profiles)])
     lines.append(["outside C code", *(f"{p.outside_c:.1%}" for p in profiles)])
-    typer.echo(_aligned(lines))
+    typer.echo(aligned(lines))
     if json is not None:
         data = [
             {**asdict(p), "total_ms": p.total_ms, "outside": p.outside, "outside_c": p.outside_c}
             for p in profiles
         ]
         json.write_text(json_module.dumps(data, indent=1), encoding="utf-8")
-
-
-def perplexity(
-    model: Model = "demo",
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{', '.join(VARIANTS)}, or NAME:engine_option=value,...; repeat. Default: fp32, bf16, int8, int4."
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file. Default: the language reference Python carries.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to score.")] = 20000,
-    window: Annotated[int, typer.Option(help="Tokens of a window; each is scored by itself.")] = 1024,
-    cores: Cores = "0",
-    json: Json = None,
-) -> None:
-    """Perplexity of a text under each variant, and its ratio to the first."""
-    from benchmarks.compare.contenders import parse_variant
-    from paged_backend.bench.perplexity import default_text
-    from paged_backend.bench.perplexity import perplexity as measure
-
-    threads = _pin(cores_of(cores))
-    try:
-        prose = text.read_text(encoding="utf-8") if text is not None else default_text()
-        variants = [
-            (v, parse_variant(v, sys.executable).options) for v in variant or ["fp32", "bf16", "int8", "int4"]
-        ]
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
-    lines = [["", "perplexity", "ratio", "tokens"]]
-    found: list[dict[str, Any]] = []
-    first: float | None = None
-    for name, options in variants:
-        try:
-            value, count = measure(model, {"threads": threads, **options}, prose, window, tokens)
-        except Exception as error:  # a variant that cannot run is a line of the table
-            lines.append([name, "failed", "", ""])
-            found.append({"variant": name, "error": str(error)})
-            complain(f"{name}: {error}")
-            continue
-        first = first or value
-        lines.append([name, f"{value:.4f}", f"{value / first:.4f}", str(count)])
-        found.append({"variant": name, "perplexity": value, "ratio": value / first, "tokens": count})
-    typer.echo(_aligned(lines))
-    if json is not None:
-        json.write_text(json_module.dumps(found, indent=1), encoding="utf-8")
-    if first is None:
-        raise typer.Exit(1)
 
 
 def scheduler(
@@ -153,7 +102,7 @@ def scheduler(
         rows += [
             [str(t.running), *(f"{value:.0f}" for value in (t.device, t.in_turn, t.ahead))] for t in times
         ]
-        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+        typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}")
         return
 
     try:
@@ -167,7 +116,28 @@ def scheduler(
     for cost in costs:
         figures = (cost.schedule, cost.build, cost.commit, cost.total)
         rows.append([str(cost.running), str(cost.waiting), *(f"{value:.0f}" for value in figures)])
-    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}", nl=False)
+    typer.echo(f"median microseconds of a decode step, {steps} steps\n\n{aligned(rows)}")
+
+
+def grammars(
+    model: Model = "demo",
+    requests: Annotated[int, typer.Option(help="Requests that run at once.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Most tokens of each.")] = 48,
+    kernels: Annotated[str, typer.Option(help="Of the engine.")] = "auto",
+) -> None:
+    """What a JSON schema adds to a step, per token and as a share of the step, on one thread."""
+    from benchmarks.parts.grammars import measure_grammars
+    from paged_backend.errors import PagedBackendError
+
+    try:
+        cost = measure_grammars(model, requests, tokens, kernels=kernels)
+    except (PagedBackendError, ValueError) as error:
+        raise typer.Exit(complain(str(error))) from error
+    rows = [["", "us a token", "share of the step"]]
+    rows += [[name, f"{1e6 * each:.0f}", f"{cost.share(name):.2%}"] for name, each in cost.parts.items()]
+    total = sum(cost.share(name) for name in cost.parts)
+    rows.append(["all", f"{1e6 * sum(cost.parts.values()):.0f}", f"{total:.2%}"])
+    typer.echo(f"a step of {requests} requests: {1e3 * cost.step:.1f} ms\n\n{aligned(rows)}")
 
 
 def _pin(cores: Sequence[int]) -> int:
@@ -175,11 +145,3 @@ def _pin(cores: Sequence[int]) -> int:
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     return len(cores) or os.cpu_count() or 1
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]).rstrip()
-        for line in lines
-    )

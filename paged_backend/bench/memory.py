@@ -1,13 +1,5 @@
-"""KV memory under one trace: ours, and the contiguous reservation that paged attention replaced.
-
-Ours is the engine itself (EngineCore, scheduler, cache) with a runner that follows the trace's lengths; the
-scheduler is told only that a request may grow to the context's end, never how long it will be. The baselines keep
-the iteration-level scheduling (decodes first, then prefill chunks, then admission with bounded skip-ahead, one token
-budget), so that only the memory policy differs. They reserve contiguous slots at admission:
-
-    max     the whole context
-    pow2    the prompt, and the output's true length rounded up to a power of two (the paper's Orca (Pow2))
-    oracle  exactly what the request will use, which nobody can know
+"""KV memory under one trace: the engine itself (EngineCore, scheduler, cache) with a runner that follows the trace's
+lengths. The scheduler is told only that a request may grow to the context's end, never how long it will be.
 
 After each step every slot of the pool is in one state, as in the paper's figure 2: ``tokens`` hold KV; ``reserved``
 will, but not yet; ``internal`` is allocated and never will; ``external`` is free and enough for the request that
@@ -112,26 +104,20 @@ def check_trace(trace: Sequence[TraceRequest], context: int, pool_tokens: int) -
         )
 
 
-class ScriptedRunner(Runner):
-    """Ends each request at its trace's length, whatever the model says; the request's seed is its number in the trace.
-
-    model: run first, if given, so that the steps are real ones; else no floating point operation is made.
-    """
+class TraceRunner(Runner):
+    """Ends each request at its trace's length, without a model; the request's seed is its number in the trace."""
 
     END = 0
+    vocab_size = 32000
 
-    def __init__(self, trace: Sequence[TraceRequest], model: Runner | None = None) -> None:
+    def __init__(self, trace: Sequence[TraceRequest]) -> None:
         from paged_backend.runner.sampler import Sampled
 
         self._lengths = [r.output_tokens for r in trace]
-        self._model = model
         self._sampled = Sampled
-        self.vocab_size = model.vocab_size if model is not None else 32000
         self.computed_tokens = 0
 
     def run(self, works: Sequence[Any]) -> list[Any]:
-        if self._model is not None:
-            self._model.run(works)
         self.computed_tokens += sum(len(work.piece.token_ids) for work in works)
         return [Result([self._sampled(self._next(row)) for row in work.rows], []) for work in works]
 
@@ -140,8 +126,7 @@ class ScriptedRunner(Runner):
         return self.END if done >= self._lengths[row.seed] else 1 + (row.seed + done) % (self.vocab_size - 1)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if self._model is not None:
-            self._model.copy_blocks(pairs)
+        pass  # there is nothing in the blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
         pass  # the pool lives as long as the run
@@ -155,16 +140,16 @@ def run_paged(
     context: int = 2048,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 512,
-    model: Runner | None = None,
+    runner: TraceRunner | None = None,
     window: int | None = None,
 ) -> MemoryRun:
-    """The trace through EngineCore. model: a runner whose pool has ``pool_tokens // block_size + 1`` blocks."""
+    """The trace through EngineCore. runner: of the same trace. window: of a model with sliding attention, in tokens."""
     from paged_backend.cache.manager import CacheManager
     from paged_backend.engine.core import EngineCore
     from paged_backend.engine.scheduler import Scheduler
 
     check_trace(trace, context, pool_tokens // block_size * block_size)
-    runner = ScriptedRunner(trace, model)
+    runner = runner or TraceRunner(trace)
     cache = CacheManager(pool_tokens // block_size + 1, block_size, window)
     scheduler = Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     core = EngineCore(runner, cache, scheduler, context)
@@ -197,7 +182,7 @@ def _request(index: int, trace: Sequence[TraceRequest], context: int, vocab_size
     count = trace[index].prompt_tokens
     prompt = random.Random(index).choices(range(1, vocab_size), k=count)
     params = SamplingParams(temperature=0, max_tokens=context - count).resolved()
-    return Request(f"trace-{index}", prompt, params, seed=index, stop_ids=(ScriptedRunner.END,))
+    return Request(f"trace-{index}", prompt, params, seed=index, stop_ids=(TraceRunner.END,))
 
 
 def _paged_sample(core: Any, trace: Sequence[TraceRequest]) -> Sample:

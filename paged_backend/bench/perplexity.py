@@ -1,10 +1,13 @@
-"""Perplexity of a text under our variants, through ``prompt_logprobs``: what a weight format costs in quality."""
+"""Perplexity of a text, through ``prompt_logprobs``: what a weight format costs in quality."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.engine.engine import Engine
 
 
 def default_text() -> str:
@@ -28,26 +31,23 @@ def windows(ids: Sequence[int], length: int, limit: int) -> list[list[int]]:
     return pieces
 
 
-def perplexity(
-    model: str, options: Mapping[str, Any], text: str, length: int = 1024, limit: int = 20000
-) -> tuple[float, int]:
-    """(perplexity, number of scored tokens) of the first ``limit`` tokens, each window of ``length`` by itself."""
-    from paged_backend.engine.registry import get_engine
+def perplexity(engine: Engine, text: str, length: int = 1024, limit: int = 20000) -> tuple[float, int]:
+    """(perplexity, number of scored tokens) of the first ``limit`` tokens, each window of ``length`` by itself.
+
+    Raises ValueError for a text or a length that leaves nothing to score.
+    """
     from paged_backend.sampling_params import SamplingParams
 
-    given = {"enable_prefix_caching": False, **options}
-    with get_engine(model, share=False, **given) as engine:
-        ids = engine.tokenizer.encode(text, add_special_tokens=False)
-        length = min(length, engine.max_model_len - 1)
-        pieces = windows(ids, length, limit)
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        prompts = [{"prompt_token_ids": piece} for piece in pieces]
-        total, count = 0.0, 0
-        for piece, handle in zip(pieces, engine.submit_many(prompts, [params] * len(pieces))):
-            scored = handle.result().prompt_logprobs or []
-            for token, entry in zip(piece[1:], scored[1:]):
-                if entry is None:
-                    raise RuntimeError("a prompt token was not scored")
-                total -= entry[token].logprob
-                count += 1
-        return math.exp(total / count), count
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    pieces = windows(ids, min(length, engine.max_model_len - 1), limit)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": piece} for piece in pieces]
+    total, count = 0.0, 0
+    for piece, handle in zip(pieces, engine.submit_many(prompts, [params] * len(pieces))):
+        scored = handle.result().prompt_logprobs or []
+        for token, entry in zip(piece[1:], scored[1:]):
+            if entry is None:
+                raise RuntimeError("a prompt token was not scored")
+            total -= entry[token].logprob
+            count += 1
+    return math.exp(total / count), count

@@ -1,4 +1,4 @@
-"""What the peers are asked to do: prompts of random token ids and the length of each answer, by seed.
+"""What engines are asked to do: prompts of random token ids and the length of each answer, by seed.
 
 Random ids, because the time of a dense model does not depend on what is said, and no text need be shipped. Lengths are
 clipped lognormals whose mean after clipping is the stated one (see traces.py); a drawn set is then scaled to that mean,
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paged_backend.bench.traces import Lengths
 
 PROMPTS, OUTPUTS = Lengths(144, 1.0, 1024), Lengths(118, 0.7, 256)
 """Lengths of the throughput workload: ShareGPT-like, as chats are."""
+SHORTEST_CONTEXT = 512
+"""Tokens that leave room for such prompts beside the longest answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class BenchRequest:
 class Workload:
     """requests: what is measured. warmup: run before, unmeasured. max_len, max_seqs: what an engine must be ready for.
 
-    one_by_one: each waits for the one before. stream: the time of every token is wanted. prefix_cache: whether peers
+    one_by_one: each waits for the one before. stream: the time of every token is wanted. prefix_cache: whether engines
     may share computed prefixes.
     """
 
@@ -69,79 +70,47 @@ def draw_lengths(lengths: Lengths, count: int, rng: random.Random) -> list[int]:
     return [round(min(max(x * low, 1), lengths.cap)) for x in raw]
 
 
-def throughput(vocab_size: int, count: int = 64, seed: int = 0) -> Workload:
-    """``count`` requests at once; useful output tokens per second."""
-    _at_least("requests", count, 1)
+def throughput(vocab_size: int, count: int = 64, seed: int = 0, context: int = 2048) -> Workload:
+    """``count`` requests at once; useful output tokens per second.
+
+    context: prompt + output of no request exceed it. Raises ValueError if chats do not fit into so few tokens.
+    """
+    at_least("requests", count, 1)
+    at_least("the context", context, SHORTEST_CONTEXT)
     rng = random.Random(seed)
-    prompts = draw_lengths(PROMPTS, count, rng)
+    prompts = draw_lengths(replace(PROMPTS, cap=min(PROMPTS.cap, context - OUTPUTS.cap)), count, rng)
     outputs = draw_lengths(OUTPUTS, count, rng)
-    requests = tuple(BenchRequest(_ids(rng, n, vocab_size), m) for n, m in zip(prompts, outputs))
-    warmup = tuple(BenchRequest(_ids(rng, 32, vocab_size), 4) for _ in range(min(count, 8)))
+    requests = tuple(BenchRequest(random_ids(rng, n, vocab_size), m) for n, m in zip(prompts, outputs))
+    warmup = tuple(BenchRequest(random_ids(rng, 32, vocab_size), 4) for _ in range(min(count, 8)))
     longest = max(len(r.prompt) + r.output for r in requests)
-    return Workload("throughput", requests, warmup, _round_up(longest + 1), count)
+    return Workload("throughput", requests, warmup, round_up(longest + 1), count)
 
 
 def latency(vocab_size: int, count: int = 8, prompt: int = 128, output: int = 64, seed: int = 0) -> Workload:
     """One request at a time; time to the first token and per token."""
-    _at_least("requests", count, 1)
-    _at_least("output", output, 2)
+    at_least("requests", count, 1)
+    at_least("prompt", prompt, 1)
+    at_least("output", output, 2)
     rng = random.Random(seed)
-    requests = tuple(BenchRequest(_ids(rng, prompt, vocab_size), output) for _ in range(count))
-    warmup = (BenchRequest(_ids(rng, prompt, vocab_size), 4),)
+    requests = tuple(BenchRequest(random_ids(rng, prompt, vocab_size), output) for _ in range(count))
+    warmup = (BenchRequest(random_ids(rng, prompt, vocab_size), 4),)
     return Workload(
-        "latency", requests, warmup, _round_up(prompt + output + 1), 1, one_by_one=True, stream=True
+        "latency", requests, warmup, round_up(prompt + output + 1), 1, one_by_one=True, stream=True
     )
 
 
-def prefix(
-    vocab_size: int,
-    cached: bool,
-    count: int = 32,
-    shared: int = 1000,
-    tail: int = 16,
-    output: int = 16,
-    seed: int = 0,
-) -> Workload:
-    """``count`` requests at once that begin with the same ``shared`` tokens, with or without the prefix cache."""
-    _at_least("requests", count, 2)
-    rng = random.Random(seed)
-    common = _ids(rng, shared, vocab_size)
-    requests = tuple(BenchRequest(common + _ids(rng, tail, vocab_size), output) for _ in range(count))
-    warmup = tuple(BenchRequest(_ids(rng, 48, vocab_size), 4) for _ in range(4))
-    name = "prefix, cached" if cached else "prefix, not cached"
-    return Workload(name, requests, warmup, _round_up(shared + tail + output + 1), count, prefix_cache=cached)
-
-
-def longcontext(
-    vocab_size: int, running: int = 16, prompt: int = 8000, output: int = 96, after: int = 16, seed: int = 0
-) -> Workload:
-    """A prompt of ``prompt`` tokens enters while ``running`` others decode; how long do they wait for it?"""
-    _at_least("running", running, 1)
-    if not 1 <= after < output:
-        raise ValueError(
-            f"after must be in [1, output): the long prompt enters while others run, got {after}"
-        )
-    rng = random.Random(seed)
-    requests = [BenchRequest(_ids(rng, 64, vocab_size), output) for _ in range(running)]
-    requests.append(BenchRequest(_ids(rng, prompt, vocab_size), 8, after))
-    warmup = tuple(BenchRequest(_ids(rng, 64, vocab_size), 4) for _ in range(running))
-    return Workload("longcontext", tuple(requests), warmup, prompt + 192, running + 1, stream=True)
-
-
-def as_json(requests: Sequence[BenchRequest]) -> list[dict[str, object]]:
-    """The requests as a worker reads them."""
-    return [{"prompt": list(r.prompt), "output": r.output, "after": r.after} for r in requests]
-
-
-def _ids(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+def random_ids(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    """``count`` ids of a vocabulary; the same from the same state of ``rng``."""
     low = min(100, vocab_size // 2)  # the first ids of a vocabulary are often special
     return tuple(rng.randrange(low, vocab_size) for _ in range(count))
 
 
-def _round_up(length: int, to: int = 64) -> int:
+def round_up(length: int, to: int = 64) -> int:
+    """The next multiple of ``to``."""
     return -(-length // to) * to
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def at_least(name: str, value: int, least: int) -> None:
+    """Raise ValueError if ``value`` is less than ``least``."""
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

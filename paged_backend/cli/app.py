@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paged_backend import __version__
+from paged_backend.cli.bench import app as bench
 from paged_backend.cli.chat import chat
 from paged_backend.cli.doctor import doctor
 from paged_backend.cli.help import SETTINGS, HeadedCommand
@@ -42,6 +43,7 @@ def _root(
 for name, command in (("run", run), ("chat", chat), ("serve", serve)):
     app.command(name, cls=HeadedCommand)(command)
 app.command("doctor")(doctor)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -108,18 +108,18 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    model, flags = platform.processor() or platform.machine(), ""
+    from paged_backend.machine import cpu_name
+
+    flags = ""
     for line in _lines("/proc/cpuinfo"):
         key, _, value = line.partition(":")
-        if key.strip().lower() == "model name":
-            model = value.strip()
         if key.strip().lower() in ("flags", "features"):
             flags = value
             break
     have = set(flags.split())
     wanted = _FLAGS if platform.machine().lower() in ("x86_64", "amd64") else _FLAGS_ARM
     return {
-        "model": model,
+        "model": cpu_name(),
         "architecture": platform.machine(),
         "flags": [flag for flag in wanted if flag in have],
         "cores": os.cpu_count(),

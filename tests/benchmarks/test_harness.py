@@ -15,6 +15,7 @@ from benchmarks.compare import commands, measures, report
 from benchmarks.compare.commands import register
 from benchmarks.compare.contenders import Contender, make_contenders, parse_peer, parse_variant
 from benchmarks.compare.harness import Settings, compare, run_once
+from benchmarks.compare.workloads import longcontext, prefix
 from paged_backend.bench import workloads
 
 VOCAB = 1000
@@ -54,47 +55,24 @@ def here(contender: Contender) -> str:
 # --- workloads -------------------------------------------------------------------------------------------------------
 
 
-def test_throughput_workload_is_seeded_and_hits_the_means():
-    first, again, other = (workloads.throughput(VOCAB, 64, seed) for seed in (0, 0, 1))
-    assert first == again
-    assert first != other
-    for work in (first, other, workloads.throughput(VOCAB, 200, 7)):
-        count = len(work.requests)
-        assert work.prompt_tokens / count == pytest.approx(144, abs=1)
-        assert work.output_tokens / count == pytest.approx(118, abs=1)
-        assert max(len(r.prompt) for r in work.requests) <= 1024
-        assert max(r.output for r in work.requests) <= 256
-        assert min(min(len(r.prompt), r.output) for r in work.requests) >= 1
-        assert all(len(r.prompt) + r.output < work.max_len for r in work.requests)
-        assert all(0 <= t < VOCAB for r in work.requests for t in r.prompt)
-    assert len({len(r.prompt) for r in first.requests}) > 32  # they do differ
-
-
 def test_prefix_workload_shares_exactly_the_prefix():
-    work = workloads.prefix(VOCAB, True, count=5, shared=40, tail=3)
+    work = prefix(VOCAB, True, count=5, shared=40, tail=3)
     prompts = [r.prompt for r in work.requests]
     assert {len(p) for p in prompts} == {43}
     assert len({p[:40] for p in prompts}) == 1
     assert len({p[40:] for p in prompts}) == 5
     assert work.prefix_cache
-    assert not workloads.prefix(VOCAB, False).prefix_cache
-    assert workloads.prefix(VOCAB, False, 5, 40, 3).requests == work.requests
+    assert not prefix(VOCAB, False).prefix_cache
+    assert prefix(VOCAB, False, 5, 40, 3).requests == work.requests
 
 
 def test_longcontext_workload_enters_late():
-    work = workloads.longcontext(VOCAB, running=4, prompt=100, output=20, after=5)
+    work = longcontext(VOCAB, running=4, prompt=100, output=20, after=5)
     assert [r.after for r in work.requests] == [0, 0, 0, 0, 5]
     assert len(work.requests[-1].prompt) == 100
     assert work.max_len >= 108
     with pytest.raises(ValueError, match="after"):
-        workloads.longcontext(VOCAB, output=8, after=8)
-
-
-def test_latency_workload_is_one_by_one():
-    work = workloads.latency(VOCAB, 3, prompt=10, output=5)
-    assert (work.one_by_one, work.stream, work.max_seqs) == (True, True, 1)
-    with pytest.raises(ValueError, match="output"):
-        workloads.latency(VOCAB, output=1)
+        longcontext(VOCAB, output=8, after=8)
 
 
 # --- who takes part --------------------------------------------------------------------------------------------------
@@ -222,7 +200,7 @@ def test_a_limited_peer_runs_the_first_requests_and_says_so(fake):
 
 
 def test_longcontext_reads_the_gaps_of_those_that_ran():
-    work = workloads.longcontext(VOCAB, running=2, prompt=50, output=6, after=2)
+    work = longcontext(VOCAB, running=2, prompt=50, output=6, after=2)
     times = [[1.0, 2.0, 3.0, 4.0, 9.0, 10.0], [1.0, 2.0, 3.0, 4.0, 9.0, 10.0], [9.0 + i for i in range(8)]]
     run = measures.RunResult("x", wall_s=10, cpu_s=10, requests=work.requests, tokens=[[1]] * 3, times=times)
     found = measures.LONGCONTEXT.measure(run)
@@ -274,7 +252,7 @@ serve(Engine)
 """
     )
     peer = Contender("stepped", sys.executable, script)
-    late = workloads.longcontext(VOCAB, running=2, prompt=10, output=6, after=3)
+    late = longcontext(VOCAB, running=2, prompt=10, output=6, after=3)
     result = run_once(late, peer, here, Settings())
     assert result.error is None
     assert list(result.tokens[0]) == [2, 2, 2, 3, 3, 3]  # the third request came after three tokens
@@ -317,18 +295,6 @@ def test_prefix_runs_each_with_and_without_the_cache(command, fake):
 def test_commands_refuse_bad_options(command):
     for args in (["--repeats", "0"], ["--cores", "x"], ["--baseline", "nobody"], ["--requests", "0"]):
         assert command("throughput", "m", *args).exit_code == 2
-
-
-def test_perplexity_windows():
-    from paged_backend.bench.perplexity import default_text, windows
-
-    assert [len(w) for w in windows(range(25), 10, 100)] == [10, 10, 5]
-    assert [len(w) for w in windows(range(25), 10, 21)] == [10, 10]
-    assert len(default_text()) > 200_000
-    with pytest.raises(ValueError, match="fewer than 2"):
-        windows([1], 10, 100)
-    with pytest.raises(ValueError, match="at least 2"):
-        windows(range(9), 1, 100)
 
 
 # --- the profile of a step -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from benchmarks.__main__ import app
 from benchmarks.memory.arena import BuddyArena, FirstFitArena
 from benchmarks.memory.contiguous import PLACEMENTS, POLICIES, reservation, run_contiguous
 from paged_backend.bench.memory import CATEGORIES, run_paged
-from paged_backend.bench.traces import PRESETS, TraceRequest, make_trace, mean_lengths, read_trace
+from paged_backend.bench.traces import TraceRequest, make_trace
 
 CONTEXT, POOL = 256, 1000
 SMALL = {"pool_tokens": POOL, "context": CONTEXT, "max_num_seqs": 16, "max_num_batched_tokens": 64}
@@ -71,13 +71,6 @@ def test_the_oracle_has_no_internal_and_paging_no_external_fragmentation(trace):
     assert all(sample.external == 0 for sample in run_paged(trace, **SMALL).samples)
 
 
-@settings(max_examples=15)
-@given(traces)
-def test_a_running_request_wastes_less_than_one_block(trace):
-    for sample in run_paged(trace, **SMALL).samples:
-        assert sample.reserved + sample.internal < 16 * (sample.running + sample.waiting) + 1
-
-
 @given(requests)
 def test_reservations_are_ordered_and_pow2_at_most_doubles_the_output(request):
     oracle, pow2, most = (reservation(policy, request, CONTEXT) for policy in ("oracle", "pow2", "max"))
@@ -85,7 +78,7 @@ def test_reservations_are_ordered_and_pow2_at_most_doubles_the_output(request):
     assert pow2 < request.prompt_tokens + 2 * request.output_tokens
 
 
-# --- the promise -----------------------------------------------------------------------------------------------------
+# --- against reservation --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +89,6 @@ def sharegpt():
 @pytest.fixture(scope="module")
 def paged(sharegpt):
     return run_paged(sharegpt, pool_tokens=15728)
-
-
-def test_waste_is_below_4_percent_on_sharegpt_like_lengths_at_block_16(paged):
-    assert paged.saturated
-    assert paged.waste < 0.04
-
-
-def test_a_block_of_128_would_break_the_promise(sharegpt):
-    assert run_paged(sharegpt, pool_tokens=15728, block_size=128).waste > 0.08
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -118,59 +102,6 @@ def test_more_requests_run_at_once_than_with_any_reservation(sharegpt, paged, po
 
 def test_reserving_the_whole_context_lets_seven_run_in_the_paper_s_pool(sharegpt):
     assert run_contiguous(sharegpt, "max", pool_tokens=15728).peak_running == 15728 // 2048
-
-
-# --- traces ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_preset_lengths_have_the_paper_s_means_after_clipping(preset):
-    trace = make_trace(preset, 20_000, seed=3, longest=10_000)
-    for mean, lengths in zip(mean_lengths(trace), PRESETS[preset]):
-        assert mean == pytest.approx(lengths.mean, rel=0.03)
-    assert max(r.prompt_tokens for r in trace) <= 1024
-    assert min(r.output_tokens for r in trace) >= 1
-
-
-def test_the_same_seed_gives_the_same_trace_and_the_rate_changes_arrivals_only():
-    assert make_trace(seed=4) == make_trace(seed=4) != make_trace(seed=5)
-    at_once, spread = make_trace(seed=4), make_trace(seed=4, rate=0.5)
-    lengths = [[(r.prompt_tokens, r.output_tokens) for r in trace] for trace in (at_once, spread)]
-    assert lengths[0] == lengths[1]
-    assert spread[-1].arrival == pytest.approx(len(spread) / 0.5, rel=0.3)
-
-
-def test_no_request_of_a_trace_exceeds_the_context():
-    assert max(r.prompt_tokens + r.output_tokens for r in make_trace(num_requests=500, longest=300)) <= 300
-
-
-def test_a_trace_file_is_read_and_a_bad_line_is_named(tmp_path):
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('{"prompt_tokens": 3, "output_tokens": 4}\n\n{"prompt_tokens": 5, "output_tokens": 6}\n')
-    assert read_trace(path) == [TraceRequest(3, 4), TraceRequest(5, 6)]
-    for bad in (
-        "{}",
-        "[]",
-        '{"prompt_tokens": 0, "output_tokens": 1}',
-        '{"prompt_tokens": 9999, "output_tokens": 1}',
-    ):
-        path.write_text(f'{{"prompt_tokens": 3, "output_tokens": 4}}\n{bad}\n')
-        with pytest.raises(ValueError, match=r"lengths\.jsonl:2"):
-            read_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preset": "x"}, "sharegpt"),
-        ({"num_requests": 0}, "one request"),
-        ({"rate": 0.0}, "rate"),
-        ({"longest": 1}, "room"),
-    ],
-)
-def test_an_impossible_trace_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_trace(**options)
 
 
 # --- arenas ----------------------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("command", [["run"], ["chat"], ["serve"]])
+@pytest.mark.parametrize("command", [["run"], ["chat"], ["serve"], ["bench", "throughput"]])
 def test_help_never_cuts_the_name_of_an_option(command, width):
     shown = CliRunner().invoke(app, [*command, "--help"], terminal_width=width).stdout
     assert "…" not in shown

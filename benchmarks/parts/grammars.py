@@ -1,4 +1,4 @@
-"""What grammars cost a step: ``python -m benchmarks.parts.constrain``.
+"""What grammars cost a step.
 
 A step's time is measured with free requests; what a grammar adds to it by replaying outputs through as many states on
 one thread. Filling masks counts in full here, though the engine does it while the model computes.
@@ -6,8 +6,9 @@ one thread. Filling masks counts in full here, though the engine does it while t
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
+from typing import Any
 
 SCHEMA = {
     "type": "object",
@@ -21,36 +22,43 @@ SCHEMA = {
 }
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class GrammarCost:
+    """Seconds: ``step`` of one step of ``requests`` free requests; ``parts``, by name, per token of one request."""
+
+    requests: int
+    step: float
+    parts: dict[str, float]
+
+    def share(self, name: str) -> float:
+        """Of the step, if all its requests have grammars."""
+        return self.parts[name] * self.requests / self.step
+
+
+def measure_grammars(model: str, requests: int, tokens: int, **options: Any) -> GrammarCost:
+    """``requests`` chats of at most ``tokens`` tokens each, free and under ``SCHEMA``. options: of the engine."""
     from paged_backend import LLM, SamplingParams, StructuredOutputs
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=48)
-    options = parser.parse_args()
     chats = [
-        [{"role": "user", "content": f"Describe person {i} of a novel as JSON."}]
-        for i in range(options.requests)
+        [{"role": "user", "content": f"Describe person {i} of a novel as JSON."}] for i in range(requests)
     ]
-    with LLM(options.model, threads=1) as llm:
-        free = SamplingParams(temperature=0.8, seed=0, max_tokens=options.tokens, ignore_eos=True)
-        llm.chat(
-            chats, SamplingParams(max_tokens=1), use_tqdm=False
-        )  # the prompts, and the first touch of everything
+    with LLM(model, threads=1, **options) as llm:
+        free = SamplingParams(temperature=0.8, seed=0, max_tokens=tokens, ignore_eos=True)
+        # the prompts, and the first touch of everything
+        llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
         engine = llm.engine
         steps, start = engine.stats().num_steps, time.perf_counter()
         llm.chat(chats, free, use_tqdm=False)
         step = (time.perf_counter() - start) / (engine.stats().num_steps - steps)
 
         wanted = StructuredOutputs(json=SCHEMA)
-        held = SamplingParams(temperature=0.8, seed=0, max_tokens=options.tokens, structured_outputs=wanted)
+        held = SamplingParams(temperature=0.8, seed=0, max_tokens=tokens, structured_outputs=wanted)
         outputs = [output.outputs[0].token_ids for output in llm.chat(chats, held, use_tqdm=False)]
         grammar = engine.grammars.compile(wanted)
         spent = {"mask": 0.0, "settle": 0.0, "advance": 0.0}
-        for tokens in outputs:
-            state = grammar.open(options.tokens, engine.eos_token_ids)
-            for token in tokens:
+        for answer in outputs:
+            state = grammar.open(tokens, engine.eos_token_ids)
+            for token in answer:
                 for name, work in (
                     ("mask", state.mask),
                     ("settle", lambda token=token, state=state: state.settle(token)),
@@ -59,13 +67,5 @@ def main() -> None:
                     start = time.perf_counter()
                     work()
                     spent[name] += time.perf_counter() - start
-        count = sum(map(len, outputs))
-    print(f"a step of {options.requests} requests: {step * 1e3:.1f} ms")
-    for name, seconds in spent.items():
-        each = seconds / count
-        print(f"{name}: {each * 1e6:.0f} us a token, {each * options.requests / step:.2%} of the step")
-    print(f"all: {sum(spent.values()) / count * options.requests / step:.2%} of the step")
-
-
-if __name__ == "__main__":
-    main()
+    count = sum(map(len, outputs))
+    return GrammarCost(requests, step, {name: seconds / count for name, seconds in spent.items()})
