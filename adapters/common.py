@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
@@ -34,20 +36,51 @@ class EngineUses:
         self._given = given
         self._lock = threading.Lock()
         self._engines: dict[str, Engine] = {}
+        self._opening: dict[str, Future[Engine]] = {}
+        if self._options.get("share", True):
+            weakref.finalize(self, _leave, self._engines)
 
     def get(self, model: str) -> Engine:
-        if self._given is not None:
-            return self._given
-        with self._lock:
-            engine = self._engines.get(model)
-            if engine is None or engine.health in ("closed", "dead"):
-                engine = self._engines[model] = get_engine(model, **self._options)
-                weakref.finalize(self, _leave, self._engines, model, engine)
+        """The engine for ``model``, loaded here and now if it is not open."""
+        engine = self.opened(model)
+        if engine is None:
+            with self._lock:
+                engine = self.opened(model)
+                if engine is None:
+                    engine = self._engines[model] = get_engine(model, **self._options)
+        return engine
+
+    async def get_async(self, model: str) -> Engine:
+        """The same for an event loop, which goes on while a thread of its own loads the model.
+
+        (asyncio's pool of threads is small: a hundred calls that wait for the first load would fill it.)
+        """
+        engine = self.opened(model)
+        if engine is not None:
             return engine
+        mine: Future[Engine] = Future()
+        mine.set_running_or_notify_cancel()  # who gives up waiting takes nothing from the others
+        opening = self._opening.setdefault(model, mine)
+        if opening is mine:
+            threading.Thread(target=self._open, args=(model, mine), name="paged_backend-load").start()
+        return await asyncio.shield(asyncio.wrap_future(opening))
+
+    def _open(self, model: str, opening: Future[Engine]) -> None:
+        try:
+            engine = self.get(model)
+        except BaseException as error:
+            del self._opening[model]
+            opening.set_exception(error)
+        else:
+            del self._opening[model]
+            opening.set_result(engine)
 
     def opened(self, model: str) -> Engine | None:
         """The engine if this object has it open already."""
-        return self._given or self._engines.get(model)
+        if self._given is not None:
+            return self._given
+        engine = self._engines.get(model)
+        return None if engine is None or engine.health in ("closed", "dead") else engine
 
     def close(self) -> None:
         """Give up every engine; the last user's close frees its memory."""
@@ -64,8 +97,8 @@ class EngineUses:
         return EngineUses, (self._options,)
 
 
-def _leave(engines: dict[str, Engine], model: str, engine: Engine) -> None:
-    if engines.get(model) is engine:  # else it was closed, or replaced after it had died
+def _leave(engines: dict[str, Engine]) -> None:
+    for engine in list(engines.values()):
         leave_engine(engine)
 
 

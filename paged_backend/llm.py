@@ -22,12 +22,12 @@ class LLM:
     """Generate text for many prompts at once.
 
     model: a folder, a hub id, a .gguf file or ``demo``. engine_options: fields of ``EngineConfig``. The engine is
-    shared with everybody in this process who names the same model; ``close`` (or ``with``) gives it up.
+    shared with everybody in this process who names the same model; ``close``, ``with`` or dropping the object gives it
+    up.
     """
 
     def __init__(self, model: str, **engine_options: Any) -> None:
         self.engine = get_engine(model, **engine_options)
-        self._closed = False
 
     @property
     def tokenizer(self) -> Any:
@@ -143,12 +143,10 @@ class LLM:
 
     def close(self) -> None:
         """Give up the engine; the last user's close frees its memory. Others who use it are not affected."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
+        self.engine.close()
 
     def _ensure_open(self) -> None:
-        if self._closed:
+        if self.engine.health == "closed":
             raise EngineClosedError("this LLM was closed: make a new one")
 
     def __enter__(self) -> LLM:

@@ -68,7 +68,7 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
                 dict(checkpoint.generation_config)
             )
 
-        def load(config: Any) -> Any:  # which must not hold the model: its engine is closed when nothing does
+        def load(config: Any) -> Any:  # which must not hold the model: its engine ends with it
             module = load_module(checkpoint, dtype, config=config)
             module.config._name_or_path = str(name)
             return module
@@ -158,9 +158,9 @@ def _in_memory(module: Any, base: type) -> Checkpoint:
 
 
 def _close_with(model: Any) -> None:
-    """Give the engine up when the model object goes away."""
+    """Give the engine up when the model object goes away, whoever else has got hold of ``model.engine``."""
     paged = model.__dict__["_paged"]
-    weakref.finalize(model, lambda: paged.engine.close())
+    weakref.finalize(model, lambda: paged.engine.close_soon())
 
 
 def _dtype(options: dict[str, Any]) -> str:

@@ -204,9 +204,8 @@ class PagedGeneration:
             if now.structure != paged.seen.structure:
                 return "its modules were changed (adapters?)"
             logger.info("the weights of %s have changed: building its engine anew", type(self).__name__)
-            old, paged.engine = paged.engine, paged.rebuild(self)
+            paged.engine = paged.rebuild(self)  # the old one ends with the last call that runs on it
             paged.seen = now
-            old.close()
             return None
 
     # --- the module, loaded when it is needed --------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paged_backend")
 
 
-def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: True) -> Engine:
-    """Load ``config.model`` and start an engine. on_release: asked at ``close``; False keeps it open for others."""
+def build_engine(config: EngineConfig) -> Engine:
+    """Load ``config.model`` and start an engine, which nobody shares but by ``Engine.of``."""
     from paged_backend.models.loading import build_model, load_checkpoint, resolve_model
 
     if config.threads is not None:
@@ -40,7 +39,7 @@ def build_engine(config: EngineConfig, on_release: Callable[[], bool] = lambda: 
     with ThreadPoolExecutor(1, "paged_backend-tokenizer") as beside:  # weights are packed in C meanwhile
         tokenizer = beside.submit(_tokenizer, config, checkpoint)
         model = build_model(config, kernels, checkpoint)
-        return start_engine(config, kernels, model, tokenizer.result(), on_release)
+        return start_engine(config, kernels, model, tokenizer.result())
 
 
 def kernels_for(config: EngineConfig) -> Kernels:
@@ -52,13 +51,7 @@ def kernels_for(config: EngineConfig) -> Kernels:
     )
 
 
-def start_engine(
-    config: EngineConfig,
-    kernels: Kernels,
-    model: LoadedModel,
-    tokenizer: Any,
-    on_release: Callable[[], bool] = lambda: True,
-) -> Engine:
+def start_engine(config: EngineConfig, kernels: Kernels, model: LoadedModel, tokenizer: Any) -> Engine:
     """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
@@ -80,7 +73,11 @@ def start_engine(
         eos_token_ids=model.eos_token_ids,
         generation_config=model.checkpoint.generation_config,
         block_bytes=block_bytes,
-        on_release=on_release,
+        effective={
+            "max_model_len": model.max_model_len,
+            "num_blocks": num_blocks,
+            "tokenizer": os.path.realpath(model.tokenizer_source),
+        },
     )
 
 

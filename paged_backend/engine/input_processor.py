@@ -65,6 +65,12 @@ class InputProcessor:
         max_tokens = min(params.max_tokens or 1, self._limits.longest_request() - len(token_ids))
         constraint = self._constraint(params, max_tokens, stop_ids)
         now = time.monotonic()
+        completions = [
+            CompletionState(i, params, self._tokenizer, token_ids, stop_ids) for i in range(params.n)
+        ]
+        state = RequestState(
+            request_id, text, token_ids, params, completions, self._tokenizer, RequestMetrics(now)
+        )
         request = Request(
             request_id,
             token_ids,
@@ -75,11 +81,9 @@ class InputProcessor:
             max_tokens=max_tokens,
             namespace=() if cache_salt is None else (("salt", cache_salt),),
             arrival_time=now,
+            owner=state,
         )
         request.constraint = constraint
-        completions = [
-            CompletionState(i, params, self._tokenizer, token_ids, stop_ids) for i in range(params.n)
-        ]
         requests = [request]
         if resume is not None:
             self._check_resume(resume, params, max_tokens)
@@ -89,9 +93,6 @@ class InputProcessor:
                     completion.resume(resume[completion.index])
                 else:
                     completion.finish("stop")
-        state = RequestState(
-            request_id, text, token_ids, params, completions, self._tokenizer, RequestMetrics(now)
-        )
         return requests, state
 
     def _constraint(

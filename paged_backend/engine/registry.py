@@ -2,106 +2,159 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
+import weakref
 from collections import deque
-from dataclasses import fields
+from collections.abc import Hashable
+from concurrent.futures import Future
 from typing import Any
 
 from paged_backend.config import EngineConfig
-from paged_backend.engine.engine import Engine
+from paged_backend.engine.engine import Engine, OpenModel
 from paged_backend.engine.factory import build_engine
-
-WEIGHT_OPTIONS = ("model", "device", "dtype", "kernels", "quantization")
-"""Options that need another copy of the weights; engines that differ in these are different engines."""
+from paged_backend.engine.identity import WEIGHT_OPTIONS, weights_key
+from paged_backend.errors import EngineClosedError
 
 
 class EngineRegistry:
-    """Open engines by model, with the number of their users."""
+    """Models that are open, by what their weights are. It keeps none of them open, but those in ``_idle``.
+
+    The lock is held for a few instructions; a model is loaded outside of it, and only who asks for the same one waits.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._engines: dict[tuple[Any, ...], tuple[Engine, int]] = {}
-        self._left: deque[Engine] = deque()
+        self._models: dict[Hashable, Future[weakref.ref[OpenModel] | None]] = {}
+        self._formats: dict[Hashable, str] = {}
+        self._idle: deque[Engine] = deque()
+        """Uses that nobody has any more, of models that are to stay open for whoever comes next."""
 
     def get(self, config: EngineConfig, given: frozenset[str]) -> Engine:
-        """The open engine for ``config``, or a new one. given: the options the caller named, which must be honoured.
+        """A use of the open model for ``config``, or of a new one. given: options that the caller named.
 
-        Raises ValueError if the model is open with another value of one of them.
+        Raises ValueError if the model is open and an option that was named is not what it was opened with.
         """
-        key = tuple(_resolved(config, name) for name in WEIGHT_OPTIONS)
-        with self._lock:
-            self._count_left()
-            engine, users = self._engines.get(key, (None, 0))
-            if engine is None or engine.health in ("closed", "dead"):
-                engine, users = build_engine(config, on_release=lambda: self._release(key)), 0
-            for name in given - set(WEIGHT_OPTIONS):
-                mine, theirs = getattr(config, name), getattr(engine.config, name)
-                if mine != theirs:
-                    raise ValueError(
-                        f"{config.model!r} is already open in this process with {name}={theirs!r}, asked was {mine!r}: "
-                        "use the same option, close the other engine first, or pass share=False for a second copy"
-                    )
-            self._engines[key] = (engine, users + 1)
-            return engine
+        key = weights_key(config, self._formats)
+        while True:
+            with self._lock:
+                opening = self._models.get(key)
+                mine = opening is None
+                if opening is None:
+                    opening = self._models[key] = Future()
+            if mine:
+                return self._open(key, opening, config)
+            engine = self._join(opening, config, given)
+            if engine is not None:
+                return engine
+            self._forget(key, opening)
 
-    def _release(self, key: tuple[Any, ...]) -> bool:
-        """One user less; True if it was the last and the engine must really close."""
+    def _open(
+        self, key: Hashable, opening: Future[weakref.ref[OpenModel] | None], config: EngineConfig
+    ) -> Engine:
+        try:
+            engine = build_engine(config)
+        except BaseException:
+            self._forget(key, opening)
+            opening.set_result(None)  # whoever waits tries for himself
+            raise
+        opening.set_result(weakref.ref(engine.model))
+        return engine
+
+    def _join(
+        self,
+        opening: Future[weakref.ref[OpenModel] | None],
+        config: EngineConfig,
+        given: frozenset[str],
+    ) -> Engine | None:
+        """A use of the model, once it is open; None if it could not be opened, has ended, or must make room."""
+        found = opening.result()
+        model = None if found is None else found()
+        if model is None:
+            return None
+        try:
+            engine = Engine.of(model)
+        except EngineClosedError:
+            return None
+        idle = self._take_idle(model)
+        for name in sorted(given.difference(WEIGHT_OPTIONS)):
+            if not _is(model, name, config):
+                others = model.loop.count_users() - 1 - len(idle)
+                for each in [engine, *idle] if not others else [engine]:
+                    each.close()
+                if not others:
+                    return None
+                self._idle.extend(idle)
+                raise ValueError(
+                    f"{config.model!r} is already open in this process with {name}={_value(model, name)!r}, asked was "
+                    f"{getattr(config, name)!r}: use the same option, close the other engine first, or pass "
+                    "share=False for a second copy"
+                )
+        for each in idle:  # somebody has it now, with whom it ends
+            each.close()
+        return engine
+
+    def _forget(self, key: Hashable, opening: Future[Any]) -> None:
         with self._lock:
-            self._count_left()
-            engine, users = self._engines.get(key, (None, 1))
-            if engine is not None and users > 1:
-                self._engines[key] = (engine, users - 1)
-                return False
-            self._engines.pop(key, None)
-            return True
+            if self._models.get(key) is opening:
+                del self._models[key]
+
+    def _take_idle(self, model: OpenModel) -> list[Engine]:
+        taken = []
+        for _ in range(len(self._idle)):
+            try:
+                engine = self._idle.popleft()
+            except IndexError:  # another thread looks too
+                break
+            if engine.model is model:
+                taken.append(engine)
+            elif engine.health not in ("closed", "dead"):
+                self._idle.append(engine)
+        return taken
 
     def leave(self, engine: Engine) -> None:
-        """One user less, but the engine stays open for whoever comes next. Takes no lock: finalizers may call it."""
-        self._left.append(engine)
+        """Keep the use of a model open that its user gives up. Takes no lock: finalizers may call it."""
+        self._idle.append(engine)
 
-    def _count_left(self) -> None:
-        while self._left:
-            gone = self._left.popleft()
-            for key, (engine, users) in self._engines.items():
-                if engine is gone:
-                    self._engines[key] = (engine, max(users - 1, 0))
-
-    def close_all(self) -> None:
-        with self._lock:
-            engines = [engine for engine, _ in self._engines.values()]
-            self._engines.clear()
-        for engine in engines:
-            engine.shutdown()
+    def begin_anew(self) -> None:
+        """In the child of a fork: it has none of the threads that run the models, or that were loading some."""
+        self.__init__()  # type: ignore[misc]
 
 
-def _resolved(config: EngineConfig, name: str) -> Any:
-    value = getattr(config, name)
-    return os.path.realpath(value) if name == "model" and os.path.exists(value) else value
+def _is(model: OpenModel, name: str, asked: EngineConfig) -> bool:
+    """Whether an option of an open model is what a named option asks for."""
+    if name == "kv_cache_dtype":
+        return asked.stored_kv_dtype == model.config.stored_kv_dtype
+    value = getattr(asked, name)
+    if name == "tokenizer" and value is not None:
+        value = os.path.realpath(value) if os.path.exists(value) else value
+    return value == getattr(model.config, name) or value == _value(model, name)
+
+
+def _value(model: OpenModel, name: str) -> Any:
+    return model.effective.get(name, getattr(model.config, name))
 
 
 _registry = EngineRegistry()
-atexit.register(_registry.close_all)
+os.register_at_fork(after_in_child=_registry.begin_anew)
 
 
 def get_engine(model: str, *, share: bool = True, **options: Any) -> Engine:
     """The engine for ``model`` in this process; opened if need be. See :class:`EngineConfig` for the options.
 
-    Callers that name the same model get the same engine, unless they ask for another way to hold its weights or
-    pass ``share=False``. Each caller closes its own use (``close`` or ``with``), once; the last one really closes it.
+    Callers that name the same model share it, by whatever name, unless they ask for another way to hold its weights or
+    pass ``share=False``. Every option that is named is honoured: if the model is open with another value, ValueError is
+    raised. Each caller has a use of its own, given up by ``close``, by ``with``, or by dropping it; with the last one
+    the model is closed.
     """
     config = EngineConfig.from_options(model, **options)
-    if not share:
-        return build_engine(config)
-    defaults = {f.name: f.default for f in fields(EngineConfig)}
-    given = frozenset(name for name in options if options[name] != defaults[name])
-    return _registry.get(config, given)
+    return _registry.get(config, frozenset(options)) if share else build_engine(config)
 
 
 def leave_engine(engine: Engine) -> None:
     """Give up a use of an engine from :func:`get_engine` without closing it, even if nobody else uses it now.
 
-    For objects that are made and dropped often: the next one finds the weights still loaded.
+    For objects that are made and dropped often: the next one finds the weights still loaded, and one with other options
+    has them closed. Takes no lock.
     """
     _registry.leave(engine)

@@ -121,9 +121,16 @@ class RequestState:
 class RequestHandle:
     """Iterate it (``for`` or ``async for``) to stream, or take :meth:`result`. One reader at a time."""
 
-    def __init__(self, state: RequestState, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        abort: Callable[[RequestState], None],
+        drop: Callable[[RequestState], None],
+    ) -> None:
+        """drop: aborts the request without taking a lock, for the collector may find a handle in any thread."""
         self._state = state
         self._abort = abort
+        self._drop = drop
 
     @property
     def request_id(self) -> str:
@@ -170,7 +177,7 @@ class RequestHandle:
     def abort(self) -> None:
         """Stop the request; its blocks are free within one step. Harmless if it has finished."""
         if not self._state.finished:
-            self._abort(self.request_id)
+            self._abort(self._state)
 
     def __iter__(self) -> Generator[RequestOutput, None, None]:
         state, seen = self._state, 0
@@ -225,4 +232,4 @@ class RequestHandle:
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
         if state is not None and not state.finished:
-            self._abort(state.request_id)
+            self._drop(state)

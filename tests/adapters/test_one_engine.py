@@ -15,7 +15,6 @@ from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import Document, PromptTemplate, SummaryIndex
 
 from paged_backend import LLM, SamplingParams
-from paged_backend.adapters.common import EngineUses
 from paged_backend.adapters.langchain import ChatPaged
 from paged_backend.adapters.langchain import PagedLLM as LangChainLLM
 from paged_backend.adapters.llama_index import PagedLLM as LlamaIndexLLM
@@ -80,7 +79,7 @@ def test_three_frameworks_one_engine_one_pool_and_each_other_s_prefixes(model):
         assert engine.stats().prompt_tokens > before
 
         users = (chat, index_llm, LangChainLLM(model=model))
-        assert all(user._uses.get(model) is engine for user in users)
+        assert all(user._uses.get(model).model is engine.model for user in users)
         assert engine.stats().kv_blocks_used == 0
         for user in users:
             user.close()
@@ -92,19 +91,19 @@ def test_three_frameworks_one_engine_one_pool_and_each_other_s_prefixes(model):
 def test_a_dropped_model_leaves_its_engine_open_and_close_really_closes(model):
     first = ChatPaged(model=model, temperature=0, max_tokens=2)
     first.invoke("hi")
-    engine = first._uses.get(model)
+    opened = first._uses.get(model).model
     del first
     gc.collect()
-    assert engine.health == "ok"
+    assert opened.loop.health == "ok"
     second = ChatPaged(model=model, temperature=0, max_tokens=2)
     second.invoke("hi")
-    assert second._uses.get(model) is engine
+    assert second._uses.get(model).model is opened
     copy = second.model_copy(update={"max_tokens": 3})
-    assert copy._uses.get(model) is engine
+    assert copy._uses.get(model).model is opened
     second.close()
-    assert engine.health == "closed"
+    assert opened.loop.health == "closed"
     assert copy.invoke("hi").content is not None
-    assert copy._uses.get(model) is not engine
+    assert copy._uses.get(model).model is not opened
     copy.close()
 
 
@@ -112,7 +111,5 @@ def test_two_models_and_a_model_named_in_the_call(model):
     chat = ChatPaged(model="nowhere/none", temperature=0, max_tokens=2)
     message = chat.invoke("hi", model=model)
     assert message.response_metadata["model_name"] == model
-    uses: EngineUses = chat._uses
-    assert uses.opened("nowhere/none") is None
-    assert uses.opened(model) is not None
+    assert set(chat._uses._engines) == {model}
     chat.close()

@@ -434,7 +434,7 @@ def test_explicit_options_win_over_the_generation_config_which_wins_over_default
     core = scripted_core()
     config = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 6}
     with Engine(core, CharTokenizer(), EngineConfig("scripted"), generation_config=config) as engine:
-        (request,), _ = engine._input_processor.prepare("a", SamplingParams(temperature=0, seed=1), None)
+        (request,), _ = engine.model.inputs.prepare("a", SamplingParams(temperature=0, seed=1), None)
         assert (request.params.temperature, request.params.top_k, request.max_tokens) == (0, 7, 6)
         assert request.params.top_p == 1.0
 
@@ -458,7 +458,7 @@ def test_a_thread_that_dies_wakes_every_waiter_and_health_says_dead(thread):
     if thread == "loop":
         engine._core.step = die
     else:
-        engine._deliver_one = die
+        engine.model.loop._deliver_one = die
     with pytest.raises(EngineClosedError, match="died"):
         engine.submit("a", GREEDY).result(20)
     wait_until(lambda: engine.health == "dead")

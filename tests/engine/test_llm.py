@@ -143,7 +143,7 @@ def test_everybody_who_names_the_same_model_shares_one_engine(tiny_model):
     one = get_engine(tiny_model, **OPTIONS)
     two = LLM(tiny_model + "/", **OPTIONS)
     three = get_engine(tiny_model, kernels="reference")
-    assert one is two.engine is three
+    assert one.model is two.engine.model is three.model
     prompt = list(range(3, 50))
     one.submit(prompt, GREEDY).result(30)
     assert two.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens >= 32
@@ -172,7 +172,7 @@ def test_threads_that_open_the_same_model_at_once_get_one_engine(tiny_model):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({id(engine) for engine in engines}) == 1
+    assert len({id(engine.model) for engine in engines}) == 1
     for engine in engines:
         engine.close()
 
@@ -212,7 +212,7 @@ def test_an_interpreter_with_a_running_engine_exits_cleanly(tiny_model):
 
 def test_naming_a_default_is_no_reason_for_another_engine(llm, tiny_model):
     with LLM(tiny_model, **OPTIONS, max_num_batched_tokens=512) as same:
-        assert same.engine is llm.engine
+        assert same.engine.model is llm.engine.model
     with pytest.raises(ValueError, match="max_num_batched_tokens=512"):
         LLM(tiny_model, **OPTIONS, max_num_batched_tokens=300)
 

@@ -31,7 +31,7 @@ def hold_until_there_are(count: int, engine: Any) -> threading.Event:
 
     def hold(works: Any) -> None:
         if not reached.is_set():
-            wait_until(lambda: len(engine._states) >= count)
+            wait_until(lambda: len(engine._lease.requests) >= count)
             reached.set()
 
     engine._core.runner.before_run = hold

@@ -100,7 +100,9 @@ def test_a_chain_s_batch_reaches_the_engine_whole(engine, chat):
 
 def test_max_concurrency_is_kept(engine, chat):
     most = [0]
-    engine._core.runner.before_run = lambda works: most.__setitem__(0, max(most[0], len(engine._states)))
+    engine._core.runner.before_run = lambda works: most.__setitem__(
+        0, max(most[0], len(engine._lease.requests))
+    )
     chat.batch([f"q{i}" for i in range(20)], {"max_concurrency": 3})
     assert most[0] <= 3
 
