@@ -173,17 +173,24 @@ class Job:
             if not remote.finished:
                 self._abort(remote)
 
-    async def news(self) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
-        """(number of the request, what is new of one of its samples) until all have ended. Raises their errors."""
+    async def news(self, patience: float | None = None) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
+        """(number of the request, what is new of one of its samples) until all have ended. Raises their errors.
+
+        patience: seconds without news after which an empty list is given; None waits.
+        """
+        loop = asyncio.get_running_loop()
         while True:
             done = self.finished
             batch = [(i, output) for i, remote in enumerate(self.requests) for output in remote.read()]
-            if batch:
+            if batch or patience is not None:
                 yield batch
             for remote in self.requests:
                 if remote.error is not None:
                     raise remote.error
             if done:
                 return
+            timer = None if patience is None else loop.call_later(patience, self._news.set)
             await self._news.wait()
             self._news.clear()
+            if timer is not None:
+                timer.cancel()

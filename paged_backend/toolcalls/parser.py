@@ -52,9 +52,10 @@ class ReplyDelta:
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.calls)
+        return bool(self.content or self.calls or self.reasoning)
 
 
 @dataclass(slots=True)

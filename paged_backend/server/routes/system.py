@@ -13,6 +13,7 @@ from paged_backend import __version__
 from paged_backend.server.routes.answers import json_answer
 from paged_backend.server.routes.prompts import chat_ids, encode, template_options
 from paged_backend.server.routes.serving import Serving, serving_of
+from paged_backend.server.wire.anthropic import VERSION, model_card
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.schema import (
     DetokenizeRequest,
@@ -32,6 +33,11 @@ system_router = APIRouter(tags=["System"])
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     serving = serving_of(request)
+    if VERSION in request.headers:
+        cards = [_card(serving, name) for name in serving.names]
+        return JSONResponse(
+            {"data": cards, "has_more": False, "first_id": serving.names[0], "last_id": serving.names[-1]}
+        )
     models = [_model(serving, name).model_dump(exclude_unset=True) for name in serving.names]
     return JSONResponse({"object": "list", "data": models})
 
@@ -41,6 +47,8 @@ async def retrieve_model(model: str, request: Request) -> Response:
     """One of them."""
     serving = serving_of(request)
     serving.check_model(model)
+    if VERSION in request.headers:
+        return JSONResponse(_card(serving, model))
     return json_answer(_model(serving, model).model_dump_json(exclude_unset=True))
 
 
@@ -50,6 +58,10 @@ def _model(serving: Serving, name: str) -> Model:
         "root": serving.engine_config.model,
     }
     return Model(id=name, object="model", created=serving.created, owned_by="paged_backend", **extra)
+
+
+def _card(serving: Serving, name: str) -> dict[str, Any]:
+    return model_card(name, serving.created, serving.client.max_model_len)
 
 
 @openai_router.post("/v1/embeddings")

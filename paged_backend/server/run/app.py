@@ -22,10 +22,10 @@ from paged_backend.remote.supervisor import Supervisor
 from paged_backend.remote.transports import LocalTransport, ProcessTransport, Transport
 from paged_backend.server.config import ServerConfig
 from paged_backend.server.metrics import Metrics
-from paged_backend.server.routes import chat, completions, pages, responses, system
+from paged_backend.server.routes import chat, completions, messages, pages, responses, system
 from paged_backend.server.routes.serving import Serving
 from paged_backend.server.run.middleware import RequestMiddleware
-from paged_backend.server.wire import schema
+from paged_backend.server.wire import anthropic, schema
 from paged_backend.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ _BODIES = (
     schema.ChatRequest,
     schema.CompletionRequest,
     schema.ResponsesRequest,
+    anthropic.MessagesRequest,
+    anthropic.CountTokensRequest,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
@@ -102,6 +104,7 @@ def create_app(
         chat.router,
         completions.router,
         responses.router,
+        messages.router,
         system.openai_router,
         system.token_router,
         system.system_router,

@@ -22,16 +22,17 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def admits(self, authorization: str | None) -> bool:
-        """Whether the value of an Authorization header names one of the keys.
+    def admits(self, authorization: str | None, key: str | None = None) -> bool:
+        """Whether the value of an Authorization header, or of x-api-key, names one of the keys.
 
-        ``Bearer KEY`` as clients of the API send it, or ``Basic`` with the key as the password, as browsers do.
+        ``Bearer KEY`` as clients of OpenAI's API send it, or ``Basic`` with the key as the password, as browsers do.
+        key: as clients of Anthropic's API send it.
         """
         if not self._digests:
             return True
-        given = _digest(_key_in(authorization or ""))
+        given = [_digest(_key_in(authorization or "")), _digest((key or "").strip())]
         # all of them are compared, whichever matches: the time taken tells nothing
-        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+        return sum(hmac.compare_digest(one, known) for one in given for known in self._digests) > 0
 
 
 def _key_in(authorization: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from paged_backend.remote.job import Job
 from paged_backend.server.routes.serving import Serving
 from paged_backend.server.run.auth import ApiKeys
+from paged_backend.server.wire.anthropic import error_body, speaks_anthropic
 from paged_backend.server.wire.errors import ApiError, ClientGoneError, as_api_error
 
 logger = logging.getLogger("paged_backend.server")
@@ -43,14 +44,14 @@ class RequestMiddleware:
     def check(self, scope: Any, headers: dict[bytes, bytes]) -> None:
         """Raise :class:`ApiError` for what must not reach a route."""
         path = scope["path"]
-        authorization = headers.get(b"authorization")
-        given = None if authorization is None else authorization.decode("latin-1")
-        if path not in OPEN_ROUTES and not self._keys.admits(given):
+        named = (headers.get(b"authorization"), headers.get(b"x-api-key"))
+        given, key = (None if value is None else value.decode("latin-1") for value in named)
+        if path not in OPEN_ROUTES and not self._keys.admits(given, key):
             # a browser that opens a page is asked for the key, as the password of any user
             browser = scope["method"] == "GET" and b"text/html" in headers.get(b"accept", b"")
             how = 'Basic realm="paged_backend: the API key is the password"' if browser else "Bearer"
-            problem = "no API key was given" if given is None else "the API key is not valid"
-            hint = "send it as 'Authorization: Bearer KEY'"
+            problem = "no API key was given" if given is key is None else "the API key is not valid"
+            hint = "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise ApiError(
                 401, f"{problem}: {hint}", code="invalid_api_key", headers={"WWW-Authenticate": how}
             )
@@ -85,6 +86,7 @@ class _Passage:
         self._status = 0
         self._begun = time.monotonic()
         self._headers = {name.lower(): value for name, value in scope["headers"]}
+        self._anthropic = speaks_anthropic(scope["path"], self._headers)
         given = self._headers.get(b"x-request-id", b"").decode("latin-1")
         self._id = given if _ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -112,7 +114,9 @@ class _Passage:
     async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode("latin-1"))]
+            names = (b"x-request-id", b"request-id") if self._anthropic else (b"x-request-id",)
+            told = [(name, self._id.encode("latin-1")) for name in names]
+            message["headers"] = [*message.get("headers", ()), *told]
         await self._send_raw(message)
 
     async def _fail(self, error: Exception) -> None:
@@ -124,11 +128,11 @@ class _Passage:
             )  # fmt: skip
         if self._status:
             return  # the answer had begun; it ends here, and the client sees that it is not complete
+        body = error_body(told, self._id) if self._anthropic else told.content
         headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in told.headers.items()]
-        length = str(len(told.content)).encode()
-        headers += [(b"content-type", b"application/json"), (b"content-length", length)]
+        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": told.status, "headers": headers})
-        await self._send_raw({"type": "http.response.body", "body": told.content})
+        await self._send_raw({"type": "http.response.body", "body": body})
 
     def _log(self) -> None:
         route = getattr(self._scope.get("route"), "path", None) or "other"

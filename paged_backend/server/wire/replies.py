@@ -5,51 +5,67 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged_backend.outputs import CompletionOutput
-from paged_backend.toolcalls import ReplyDelta, ToolCallDelta, ToolCallParser
+from paged_backend.toolcalls import ReasoningParser, ReplyDelta, ToolCallDelta, ToolCallParser
 
 
 class Reply:
-    """One choice while it comes: plain text, or text and calls. Streams and whole answers are made of the same deltas.
+    """One choice while it comes: text, or text and calls. Streams and whole answers are made of the same deltas.
 
-    ``content`` and ``calls`` (complete deltas, one per call) are what has come so far. parser: None where the text is
-    the content.
+    parser: None where the text is the content. reasoning: parts thoughts from the text; without it they stay in the
+    content. ``content``, ``reasoning`` and ``calls`` (complete deltas, one per call) are what has come so far.
     """
 
-    def __init__(self, parser: ToolCallParser | None) -> None:
+    def __init__(self, parser: ToolCallParser | None, reasoning: ReasoningParser | None = None) -> None:
         self.content = ""
-        self.calls: list[ToolCallDelta] = []
+        self.reasoning = ""
         self.finish_reason: str | None = None
+        self._reasoning = reasoning
         self._parser = parser
+        self._calls: list[ToolCallDelta] = []
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        return _one_each(self._calls)
+
+    @property
+    def thinking(self) -> bool:
+        """Whether nothing but thoughts has come, where they are parted from the text."""
+        return self._reasoning is not None and self._reasoning.thinking
 
     def push(self, output: CompletionOutput) -> ReplyDelta:
         """Take in what is new; returns what of it is certain, with at most one delta per call."""
-        parser = self._parser
-        if parser is None:
-            self.content += output.text
+        thoughts, text = "", output.text
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.push(text, output.finished)
+        if self._parser is not None:
+            delta = self._parsed(self._parser, text, output)
+        else:
+            delta = ReplyDelta(text)
             self.finish_reason = output.finish_reason
-            return ReplyDelta(output.text)
-        pieces = [parser.push(output.text)]
+        delta.reasoning = thoughts
+        self.content += delta.content
+        self.reasoning += thoughts
+        return delta
+
+    def _parsed(self, parser: ToolCallParser, text: str, output: CompletionOutput) -> ReplyDelta:
+        pieces = [parser.push(text)]
         if output.finished:
             pieces.append(parser.finish(output.finish_reason == "length"))
             lost = [call.arguments for call in parser.reply.invalid if call.name is None]
-            pieces.append(
-                ReplyDelta("".join(lost))
-            )  # calls that are none: their text is all there is to give
+            # calls that are none: their text is all there is to give
+            pieces.append(ReplyDelta("".join(lost)))
             self.finish_reason = parser.reply.finish_reason(output.finish_reason)
-        delta = ReplyDelta("".join(piece.content for piece in pieces))
-        delta.calls = _one_each([call for piece in pieces for call in piece.calls])
-        self.content += delta.content
-        self.calls = _one_each([*self.calls, *delta.calls])
-        return delta
+        calls = _one_each([call for piece in pieces for call in piece.calls])
+        self._calls += calls
+        return ReplyDelta("".join(piece.content for piece in pieces), calls)
 
 
 def _one_each(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    merged: dict[int, ToolCallDelta] = {}
+    """The deltas of each call as one."""
+    pieces: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        first = merged.get(delta.index)
-        if first is not None:
-            delta = ToolCallDelta(
-                delta.index, first.id or delta.id, first.name or delta.name, first.arguments + delta.arguments
-            )
-        merged[delta.index] = delta
-    return list(merged.values())
+        pieces.setdefault(delta.index, []).append(delta)
+    return [
+        ToolCallDelta(index, given[0].id, given[0].name, "".join(piece.arguments for piece in given))
+        for index, given in pieces.items()
+    ]
