@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from paged_backend.constrain.closing import ClosingOrder
-from paged_backend.constrain.options import StructuredOutputs
+from paged_backend.constrain.lark import lark_grammar, lark_text
+from paged_backend.constrain.options import SchemaRule, StructuredOutputs
+from paged_backend.constrain.regex import to_grammar_regex
+from paged_backend.constrain.relax import Unenforced, relax
+from paged_backend.constrain.repair import repair_schema
 from paged_backend.constrain.schema import prepare_schema
 from paged_backend.constrain.state import Closings, GrammarState
 from paged_backend.errors import RequestRejectedError
 
+logger = logging.getLogger("paged_backend.constrain")
+_MAX_TOLD = 10_000  # log lines remembered, so that each is written once
 _MAX_GRAMMARS = 64  # compiled grammars an engine keeps
 
 
@@ -30,6 +37,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._vocabulary: Any = None
         self._order: ClosingOrder | None = None
+        self._told: set[tuple[str, str]] = set()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """Raises :class:`RequestRejectedError` for a schema, regex or grammar that is invalid or not supported."""
@@ -46,32 +54,59 @@ class GrammarCompiler:
         llguidance = _llguidance()
         if self._vocabulary is None:
             self._open(llguidance)
-        matcher = llguidance.LLMatcher
-        try:
-            if wanted.json is not None or wanted.json_object:
-                schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
-                spacing = {
-                    "whitespace_flexible": False,
-                    "item_separator": wanted.item_separator,
-                    "key_separator": wanted.key_separator,
-                    "json_allowed_escapes": '"\\bfnrt',  # no \u: text comes as itself
-                }
-                source = matcher.grammar_from_json_schema(prepare_schema(schema), overrides=spacing)
-            elif wanted.regex is not None:
-                source = matcher.grammar_from_regex(wanted.regex)
-            elif wanted.choice is not None:
-                source = matcher.grammar_from_lark("start: " + " | ".join(map(lark_text, wanted.choice)))
-            else:
-                source = matcher.grammar_from_lark(_lark(wanted.grammar or ""))
-        except (ValueError, TypeError) as error:
-            raise RequestRejectedError(f"structured_outputs: {error}") from error
-        start = matcher(self._vocabulary, source, log_level=0)
+        rules = [(rule, self._enforceable(rule)) for rule in _rules(wanted)]
+        start = self._start(wanted, [(rule.rule, schema) for rule, schema in rules])
+        if start.is_error() and rules:
+            for rule, schema in rules:
+                self._refuse_or_tell(rule, repair_schema(schema, self._problem_of))
+            start = self._start(wanted, [(rule.rule, schema) for rule, schema in rules])
         if start.is_error():
-            problem = " ".join(start.get_error().split())
-            raise RequestRejectedError(f"structured_outputs cannot be compiled: {problem}")
+            raise RequestRejectedError(f"structured_outputs cannot be compiled: {_line(start.get_error())}")
         if self._order is None:
             raise RuntimeError("the vocabulary was not opened")
         return Grammar(start, self._order, self._vocabulary.eos_token)
+
+    def _start(self, wanted: StructuredOutputs, schemas: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+        matcher = _llguidance().LLMatcher
+        spacing = _spacing(wanted)
+        try:
+            if wanted.regex is not None:
+                source = matcher.grammar_from_regex(to_grammar_regex(wanted.regex))
+            elif wanted.choice is not None:
+                source = matcher.grammar_from_lark("start: " + " | ".join(map(lark_text, wanted.choice)))
+            elif wanted.grammar is not None:
+                written = [lark_grammar(wanted.grammar, spacing)]
+                for name, schema in schemas:
+                    spaced = json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
+                    written.append(f"{name}: %json {spaced}")
+                source = matcher.grammar_from_lark("\n".join(written) + "\n")
+            else:
+                source = matcher.grammar_from_json_schema(schemas[0][1], overrides=spacing)
+        except (ValueError, TypeError) as error:
+            raise RequestRejectedError(f"structured_outputs: {error}") from error
+        return matcher(self._vocabulary, source, log_level=0)
+
+    def _enforceable(self, rule: SchemaRule) -> dict[str, Any]:
+        schema, lost = relax(json.loads(str(rule.schema)))
+        self._refuse_or_tell(rule, lost)
+        return prepare_schema(schema)
+
+    def _problem_of(self, schema: dict[str, Any]) -> str | None:
+        matcher = _llguidance().LLMatcher
+        problem = matcher.validate_grammar(matcher.grammar_from_json_schema(schema), self._vocabulary)
+        return _line(problem) or None
+
+    def _refuse_or_tell(self, rule: SchemaRule, lost: Sequence[Unenforced]) -> None:
+        for part in lost:
+            if rule.strict or (part.invalid and not rule.foreign):
+                fix = "" if part.invalid else "; it is left out where strict is False"
+                raise RequestRejectedError(f"{rule.label}: {part}{fix}")
+            key = (rule.label, part.keyword)
+            if key not in self._told:
+                if len(self._told) >= _MAX_TOLD:
+                    self._told.clear()
+                self._told.add(key)
+                logger.warning("%s: %s; outputs are not held to it", rule.label, part)
 
     def _open(self, llguidance: Any) -> None:
         backend = getattr(self._tokenizer, "backend", None)
@@ -122,21 +157,25 @@ class Grammar:
         return GrammarState(self._closings, start, path, max_tokens, tuple(stop_ids), tuple(ignored_ids))
 
 
-def lark_text(text: str) -> str:
-    """A string literal of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+def _rules(wanted: StructuredOutputs) -> Sequence[SchemaRule]:
+    if wanted.json_object:
+        return [SchemaRule("start", {"type": "object"}, "structured_outputs.json_object")]
+    if wanted.json is not None:
+        return [SchemaRule("start", wanted.json, "structured_outputs.json", wanted.strict)]
+    return wanted.schemas
 
 
-def _lark(text: str) -> str:
-    """Lark as it is; GBNF, which is known by its ``::=``, translated."""
-    if "::=" not in text:
-        return text
-    from llguidance.gbnf_to_lark import any_to_lark
+def _spacing(wanted: StructuredOutputs) -> dict[str, Any]:
+    return {
+        "whitespace_flexible": False,
+        "item_separator": wanted.item_separator,
+        "key_separator": wanted.key_separator,
+        "json_allowed_escapes": '"\\bfnrt',  # no \u: text comes as itself
+    }
 
-    try:
-        return any_to_lark(text)
-    except Exception as error:
-        raise ValueError(f"the GBNF grammar cannot be read: {error}") from error
+
+def _line(problem: str) -> str:
+    return " ".join(problem.split())
 
 
 def _llguidance() -> Any:

@@ -1,16 +1,12 @@
-"""JSON schemas made ready for the grammar compiler: closed objects, formats that are mere annotations left out."""
+"""JSON schemas made ready for the grammar compiler: closed objects, its dialect of regexes, dates that exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-# the formats that the compiler can hold an output to; JSON Schema lets any other be an annotation
-FORMATS = frozenset(
-    {
-        "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
-    }
-)  # fmt: skip
+from paged_backend.constrain.references import children
+from paged_backend.constrain.regex import to_grammar_regex
+
 # dates that exist, which the compiler's own grammars for these two do not insist on (they know a 30th of February)
 _LEAP = "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
 _DATE = (
@@ -21,32 +17,33 @@ _TIME = (
     "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
-_OBJECT_RULES = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_OBJECT_RULES = ("additionalProperties", "patternProperties")
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames", "not", "contains")
 
 
-def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``schema`` whose outputs are all valid for ``schema``.
+def prepare_schema(relaxed: dict[str, Any]) -> dict[str, Any]:
+    """``relaxed`` (see ``relax``), changed in place so that its outputs are what a caller means by it.
 
     Objects that list properties and say nothing of others become closed: JSON Schema would admit any further key, and
     a model that invents keys helps nobody. Left as they are where several schemas speak of one object (``allOf``, or
     properties beside ``anyOf``, ``oneOf`` or ``$ref``), because closing one of them would forbid the others' keys.
     """
-    prepared: dict[str, Any] = _copy(schema)
-    nodes = list(_nodes(prepared))
+    nodes = _nodes(relaxed)
     merges = any(_merges(node) for node in nodes)
     for node in nodes:
-        kind = node.get("format")
-        if isinstance(kind, str) and kind not in FORMATS:
-            del node["format"]
-        elif isinstance(kind, str) and kind in _PATTERNS and "pattern" not in node:
+        if "pattern" in node:
+            node["pattern"] = to_grammar_regex(node["pattern"])
+        elif node.get("format") in _PATTERNS:
             node["pattern"] = _PATTERNS[node.pop("format")]
+        if "patternProperties" in node:
+            node["patternProperties"] = {
+                to_grammar_regex(pattern): schema for pattern, schema in node["patternProperties"].items()
+            }
         if not merges and node.get("properties") and not any(rule in node for rule in _OBJECT_RULES):
+            for name in node.get("required") or ():
+                node["properties"].setdefault(name, {})
             node["additionalProperties"] = False
-    return prepared
+    return relaxed
 
 
 def _merges(node: dict[str, Any]) -> bool:
@@ -57,28 +54,12 @@ def _merges(node: dict[str, Any]) -> bool:
     )
 
 
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every place of ``schema`` where a schema stands (not those in enum, const, default or examples)."""
-    stack = [schema]
+def _nodes(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    stack: list[Any] = [schema]
     while stack:
         node = stack.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node
-        for name in _MAPS:
-            if isinstance(node.get(name), dict):
-                stack.extend(node[name].values())
-        for name in _LISTS:
-            if isinstance(node.get(name), list):
-                stack.extend(node[name])
-        for name in _SINGLE:
-            if isinstance(node.get(name), dict):
-                stack.append(node[name])
-            elif isinstance(node.get(name), list):
-                stack.extend(node[name])
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
+        if isinstance(node, dict):
+            found.append(node)
+            stack += [child for _, child in children(node)]
+    return found

@@ -86,7 +86,14 @@ def prepare_chat(
     tool_format = tool_format_for(tokenizer, prompt_options.get("chat_template"))
     # a reply that must be a call has no text to hold to anything
     schema = _schema(wanted) if wanted is not None and choice == "auto" else None
-    outputs = tool_outputs(tool_format, offered, choice, parallel=parallel_tool_calls, response_schema=schema)
+    outputs = tool_outputs(
+        tool_format,
+        offered,
+        choice,
+        parallel=parallel_tool_calls,
+        response_schema=schema,
+        response_strict=wanted is not None and wanted.strict,
+    )
     skip = params.skip_special_tokens and tool_format.skip_special_tokens
     params = replace(params, structured_outputs=outputs, skip_special_tokens=skip)
     return ChatCall(prompt, params, tool_format)

@@ -6,18 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.constrain.options import StructuredOutputs
-from paged_backend.constrain.schema import prepare_schema
+from paged_backend.constrain.lark import lark_text
+from paged_backend.constrain.options import SchemaRule, StructuredOutputs
 from paged_backend.errors import RequestRejectedError
 from paged_backend.toolcalls.formats import ToolFormat
 
-# spaced as models have seen calls in their prompts
-_SPACING = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": '"\\bfnrt',
-}
 FORCED = ("required", "any")
 
 
@@ -28,6 +21,7 @@ def tool_outputs(
     *,
     parallel: bool | None = None,
     response_schema: Mapping[str, Any] | None = None,
+    response_strict: bool = False,
 ) -> StructuredOutputs | None:
     """The form of a reply that may, or must, call ``tools`` (in OpenAI's form).
 
@@ -35,6 +29,9 @@ def tool_outputs(
     the name of a tool for one call of it. parallel: several calls in one reply; by default only where the choice is
     free, so that a forced call ends the reply. response_schema: with ``auto``, a reply that calls nothing is JSON
     of this schema. None where nothing can be imposed: calls without a marker (Llama 3) in free text look like text.
+
+    Where no grammar can hold to a keyword of a schema, it is left out and named in the log, unless the tool is
+    ``strict`` (for response_schema: ``response_strict``); then the request is refused.
     """
     functions = [tool.get("function", tool) for tool in tools]
     names = [str(function["name"]) for function in functions]
@@ -44,9 +41,8 @@ def tool_outputs(
         functions = [function for function in functions if function["name"] == choice]
         parallel = False
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
-    rules += [
-        f"call_{i}: %json {_call_schema(tool_format, function)}" for i, function in enumerate(functions)
-    ]
+    rules += [_call(tool_format, i, str(function["name"])) for i, function in enumerate(functions)]
+    schemas = [_arguments(i, function) for i, function in enumerate(functions)]
     free = choice == "auto"
     many = free if parallel is None else parallel
     if free and response_schema is None and tool_format.bare:
@@ -56,10 +52,8 @@ def tool_outputs(
     else:
         rules[:0] = [f"calls: {_calls(tool_format, many)}", f"start: calls{' | reply' if free else ''}"]
         if free:
-            schema = prepare_schema(dict(response_schema or {}))
-            compact = {**_SPACING, "item_separator": ",", "key_separator": ":"}
-            rules.append(f"reply: %json {json.dumps({**schema, 'x-guidance': compact}, ensure_ascii=False)}")
-    return StructuredOutputs(grammar="\n".join(rules) + "\n")
+            schemas.append(SchemaRule("reply", response_schema or {}, "response_format", response_strict))
+    return StructuredOutputs(grammar="\n".join(rules) + "\n", schemas=schemas)
 
 
 def _calls(tool_format: ToolFormat, many: bool) -> str:
@@ -94,27 +88,19 @@ def _marker(tool_format: ToolFormat) -> str:
     return f'"{tool_format.start}"' if tool_format.start_id is None else f"<[{tool_format.start_id}]>"
 
 
-def _call_schema(tool_format: ToolFormat, function: Mapping[str, Any]) -> str:
-    parameters = prepare_schema(dict(function.get("parameters") or {}))
-    if not parameters.get("properties") and "additionalProperties" not in parameters:
+def _call(tool_format: ToolFormat, number: int, name: str) -> str:
+    written = json.dumps(name, ensure_ascii=False)
+    head = lark_text(f'{{"name": {written}, "{tool_format.arguments_key}": ')
+    return f'call_{number}: {head} args_{number} "}}"'
+
+
+def _arguments(number: int, function: Mapping[str, Any]) -> SchemaRule:
+    parameters = dict(function.get("parameters") or {})
+    if not parameters.keys() - {"type", "properties", "required", "$schema", "title", "description"} and not (
+        parameters.get("properties") or parameters.get("required")
+    ):
         parameters = {**parameters, "type": "object", "additionalProperties": False}
-    key = tool_format.arguments_key
-    schema = {
-        "x-guidance": _SPACING,
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: _rebase(parameters, f"#/properties/{key}")},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-    return json.dumps(schema, ensure_ascii=False)
-
-
-def _rebase(schema: Any, root: str) -> Any:
-    """The same schema after it was moved to ``root``: references from the old root start there now."""
-    if isinstance(schema, dict):
-        return {
-            key: root + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _rebase(value, root)
-            for key, value in schema.items()
-        }  # fmt: skip
-    return [_rebase(item, root) for item in schema] if isinstance(schema, list) else schema
+    if parameters.get("type") is None:
+        parameters["type"] = "object"
+    label = f"tool {function['name']!r}"
+    return SchemaRule(f"args_{number}", parameters, label, function.get("strict") is True, foreign=True)

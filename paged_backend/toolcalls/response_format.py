@@ -27,4 +27,4 @@ def response_outputs(wanted: Any, place: str = "response_format") -> StructuredO
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestRejectedError(f"{place} of type json_schema needs a schema")
-    return StructuredOutputs(json=schema)
+    return StructuredOutputs(json=schema, strict=holder.get("strict") is True)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from paged_backend.constrain.grammar import GrammarCompiler
-from paged_backend.constrain.options import StructuredOutputs
+from paged_backend.constrain.options import SchemaRule, StructuredOutputs
 from paged_backend.errors import RequestFailedError, RequestRejectedError
 
 EOS = 2
@@ -90,7 +90,7 @@ def test_no_free_whitespace_and_raw_unicode(compiler, tokenizer):
         json={"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}
     )
     state = compiler.compile(wanted).open(60, [EOS])
-    for token in tokenizer.encode('{"k":"', add_special_tokens=False):
+    for token in tokenizer.encode('{"k": "', add_special_tokens=False):
         assert state.mask()[token]
         state.settle(token)
         state.advance(token)
@@ -98,11 +98,24 @@ def test_no_free_whitespace_and_raw_unicode(compiler, tokenizer):
         assert bool(state.mask()[tokenizer.encode(text, add_special_tokens=False)[0]]) is good
 
 
-def test_separators_are_the_callers(compiler, tokenizer):
-    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
-    wanted = StructuredOutputs(json=schema, item_separator=", ", key_separator=": ")
-    tokens, _ = run(compiler.compile(wanted).open(60, [EOS]), 60, at_random(0))
-    assert tokenizer.decode(tokens) == '{"a": 1, "b": 2}'
+def test_json_is_spaced_as_models_write_it_unless_the_caller_says_otherwise(compiler, tokenizer):
+    value = {"a": 1, "b": [2, {"c": 3}]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": value["b"]}},
+        "required": ["a", "b"],
+    }
+
+    def written(**wanted):
+        tokens, _ = run(compiler.compile(StructuredOutputs(**wanted)).open(60, [EOS]), 60, at_random(0))
+        return tokenizer.decode(tokens)
+
+    assert written(json=schema) == json.dumps(value)
+    assert written(grammar=f"start: %json {json.dumps(schema)}") == json.dumps(value)
+    rule = SchemaRule("value", schema, "a rule")
+    assert written(grammar="start: value", schemas=[rule]) == json.dumps(value)
+    compact = {"item_separator": ",", "key_separator": ":"}
+    assert written(json=schema, **compact) == json.dumps(value, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def respond(prompt: str) -> str:
             "unicode_customer", customer_name="こんにちは株式会社", description="新規"
         ),
         "Pirate": call("greeting_generator", answer_style="pirate"),
-        "joke": '{"setup":"Why?","punchline":"Because."}',
+        "joke": '{"setup": "Why?", "punchline": "Because."}',
     }
     return next((answer for sign, answer in answers.items() if sign in last), "Hello, it is a pleasure.")
 

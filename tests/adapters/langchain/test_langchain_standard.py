@@ -45,7 +45,7 @@ def respond(prompt):
     if "Pirate" in last:
         return call("greeting_generator", answer_style="pirate")
     if "joke" in last:
-        return '{"setup":"Why?","punchline":"Because."}'
+        return '{"setup": "Why?", "punchline": "Because."}'
     return "Hello, it is a pleasure."
 
 

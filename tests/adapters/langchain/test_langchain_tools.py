@@ -34,7 +34,7 @@ def respond(prompt):
     if "add" in last:
         return "I will add.\n" + CALL
     if "person" in last:
-        return '{"name":"Ann","age":30,"kind":"a"}'
+        return '{"name": "Ann", "age": 30, "kind": "a"}'
     return "No tool."
 
 

@@ -47,7 +47,7 @@ def respond(prompt):
     if "add" in last:
         return "I will add.\n" + CALL
     if "person" in last:
-        return '{"name":"Ann","age":30}'
+        return '{"name": "Ann", "age": 30}'
     if "count" in last:
         return WORDS
     return "You said: " + last.partition("\n")[2].replace("<|im_end|>\n", "")
