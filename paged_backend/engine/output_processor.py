@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from paged_backend.outputs import CompletionOutput, Hypothesis, Logprob
@@ -35,6 +35,7 @@ class CompletionState:
         "_sent_tokens",
         "_stop_ids",
         "_tokenizer",
+        "_unseen",
         "beam",
         "finish_reason",
         "index",
@@ -64,7 +65,12 @@ class CompletionState:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, prompt_token_ids, params.skip_special_tokens
             )
-        self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        stops = params.stop_strings
+        through: tuple[str, ...] = ()
+        if tokenizer is not None and params.skip_special_tokens:
+            through = tuple(stop for stop in stops if tokenizer.overlaps_special(stop))
+        self._matcher = StopMatcher(stops, params.include_stop_str_in_output, through)
+        self._unseen: Collection[int] = tokenizer.special_ids if through and tokenizer is not None else ()
         self._pieces: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0
@@ -93,7 +99,8 @@ class CompletionState:
         self._num_resumed = len(token_ids)
         if self._detokenizer is not None:
             for count, token_id in enumerate(token_ids, 1):
-                self._matcher.push(self._detokenizer.push(token_id), count > self._params.min_tokens)
+                can_stop = count > self._params.min_tokens
+                self._matcher.push(self._text(token_id), can_stop, token_id in self._unseen)
 
     def append(
         self, sampled: Sampled, finish_reason: str | None = None, stop_reason: int | str | None = None
@@ -116,7 +123,7 @@ class CompletionState:
         if self._detokenizer is not None:
             hidden = finish_reason == "stop" and sampled.token_id in self._stop_ids
             shown = self._params.include_stop_str_in_output or not hidden
-            if shown and self._show(self._detokenizer.push(sampled.token_id)):
+            if shown and self._show(self._text(sampled.token_id), sampled.token_id in self._unseen):
                 return True
         return finish_reason is not None and self._end(finish_reason, stop_reason)
 
@@ -154,10 +161,18 @@ class CompletionState:
             self.beam,
         )
 
-    def _show(self, text: str) -> bool:
+    def _text(self, token_id: int) -> str:
+        """The text that came with a token; that of a special token too, where a stop string asks for it."""
+        if self._detokenizer is None or self._tokenizer is None:
+            return ""
+        if token_id in self._unseen:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._detokenizer.push(token_id)
+
+    def _show(self, text: str, hidden: bool = False) -> bool:
         """Pass new text through the stop strings; True if one matched."""
         # As with end-of-sequence tokens, the first min_tokens tokens cannot end the output.
-        emitted, matched = self._matcher.push(text, self._num_tokens > self._params.min_tokens)
+        emitted, matched = self._matcher.push(text, self._num_tokens > self._params.min_tokens, hidden)
         if emitted:
             self._pieces.append(emitted)
         if matched is not None:

@@ -26,6 +26,10 @@ class Decoder(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def overlaps_special(self, text: str) -> bool:
+        """Whether ``text`` may lie, in whole or in part, in that of a special token."""
+        ...
+
 
 class IncrementalDetokenizer:
     """Text of the tokens that follow ``prompt_token_ids``, piece by piece; O(1) per token.

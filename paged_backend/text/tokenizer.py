@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.errors import RequestRejectedError
+from paged_backend.text.stop_strings import overlap
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from paged_backend.text.chat_template import ChatTemplate
 
 _LONG_TEXT = 2000  # characters; takes about a millisecond to encode
+_MAX_OVERLAPS = 1024  # stop strings of which it is known whether they touch a special token
 _MAX_TEMPLATES = 16  # compiled templates kept; callers may pass one of their own with each request
 
 
@@ -51,6 +53,8 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._compiled: dict[str, ChatTemplate] = {}
+        self._special_texts: list[str] | None = None
+        self._overlapping: dict[str, bool] = {}
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
@@ -81,6 +85,18 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
+
+    def overlaps_special(self, text: str) -> bool:
+        """Whether ``text`` may lie, in whole or in part, in that of a special token."""
+        if self._special_texts is None:
+            self._special_texts = [self.decode([i], skip_special_tokens=False) for i in self.special_ids]
+        found = self._overlapping.get(text)
+        if found is None:
+            found = any(overlap(text, special) for special in self._special_texts if special)
+            if len(self._overlapping) >= _MAX_OVERLAPS:
+                self._overlapping.clear()
+            self._overlapping[text] = found
+        return found
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)

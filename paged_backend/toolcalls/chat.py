@@ -80,10 +80,10 @@ def prepare_chat(
         raise RequestRejectedError("response_format and structured_outputs exclude each other")
     if wanted is None and params.structured_outputs is not None:
         wanted = StructuredOutputs.coerce(params.structured_outputs)
-    prompt = chat_prompt(tokenizer, messages, offered, **prompt_options)
+    tool_format = tool_format_for(tokenizer, prompt_options.get("chat_template"))
+    prompt = chat_prompt(tokenizer, messages, offered, tool_format, **prompt_options)
     if not offered:
         return ChatCall(prompt, replace(params, structured_outputs=wanted))
-    tool_format = tool_format_for(tokenizer, prompt_options.get("chat_template"))
     # a reply that must be a call has no text to hold to anything
     schema = _schema(wanted) if wanted is not None and choice == "auto" else None
     outputs = tool_outputs(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paged_backend.errors import RequestRejectedError
-from paged_backend.toolcalls.formats import tool_format_for
+from paged_backend.toolcalls.formats import ToolFormat, tool_format_for
 from paged_backend.toolcalls.messages import KNOWN_ROLES, normalize_messages, normalize_tools, text_of
 
 Chat = list[dict[str, Any]]
@@ -37,6 +37,7 @@ def chat_prompt(
     tokenizer: Any,
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
+    tool_format: ToolFormat | None = None,
     *,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
@@ -47,6 +48,7 @@ def chat_prompt(
     """A prompt for ``engine.submit``: the text and its token ids, with the special tokens that the template wrote.
 
     messages, tools: in every form that OpenAI's API accepts, see ``normalize_messages`` and ``normalize_tools``.
+    tool_format: how calls are written; by default as the template does.
     add_generation_prompt: open the assistant's turn; by default yes, unless ``continue_final_message`` asks to go on
     with the last message. chat_template: a template, or the name of one of the model's. chat_template_kwargs:
     variables for it. add_special_tokens: those that the tokenizer adds to a text, too.
@@ -62,7 +64,7 @@ def chat_prompt(
             )
     if continue_final_message and add_generation_prompt:
         raise RequestRejectedError("continue_final_message and add_generation_prompt exclude each other")
-    tool_format = tool_format_for(tokenizer, chat_template)
+    tool_format = tool_format or tool_format_for(tokenizer, chat_template)
     offered = normalize_tools(tools)
     told = offered if tool_format.native else []
     source = tokenizer.template_source(chat_template, bool(told))

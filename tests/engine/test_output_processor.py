@@ -8,6 +8,7 @@ from paged_backend.engine.output_processor import CompletionState, logprob_dict
 from paged_backend.outputs import Logprob
 from paged_backend.runner.sampler import Sampled
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.text.stop_strings import overlap
 
 EOS = 256
 WORD = 257
@@ -21,6 +22,9 @@ class Bytes:
     def decode(self, ids, skip_special_tokens=True):
         parts = {EOS: b"" if skip_special_tokens else b"</s>", WORD: b"one two three"}
         return b"".join(parts.get(i, bytes([i % 256])) for i in ids).decode(errors="replace")
+
+    def overlaps_special(self, text):
+        return overlap(text, "</s>")
 
 
 def make_state(prompt=b"prompt", stop_ids=(EOS,), **params):
@@ -242,3 +246,53 @@ def test_deltas_taken_at_any_time_join_to_the_snapshot(ids, takes, stop, include
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (whole.finish_reason, whole.stop_reason)
     if whole.stop_reason is not None and include:
         assert whole.text.endswith(whole.stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("</s>", "ab"), ("b</s>", "a"), ("</s>c", "ab"), ("/s", "ab"), ("s>c", "ab"), ("b</s>c", "a")],
+)
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_stop_string_may_lie_in_the_text_of_a_special_token(stop, text, skip, include):
+    """As transformers' ``stop_strings``; the text of the token stays hidden with ``skip_special_tokens``."""
+    state = make_state(
+        stop_ids=(), stop=[stop], skip_special_tokens=skip, include_stop_str_in_output=include, logprobs=0
+    )
+    taken, _ = run(state, [ord("a"), ord("b"), EOS, ord("c"), ord("d")])
+    output = state.snapshot()
+    assert taken == (4 if stop.endswith("c") else 3)
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert len(output.logprobs) == len(output.token_ids) == taken
+    whole = "ab</s>c"
+    end = whole.index(stop) + (len(stop) if include else 0)
+    assert output.text == "".join(c for i, c in enumerate(whole[:end]) if not (skip and 2 <= i < 6))
+
+
+def test_special_tokens_do_not_part_a_stop_string_that_has_nothing_of_them():
+    state = make_state(stop_ids=(), stop=["ab", "</s>x"])
+    assert run(state, [ord("a"), EOS, ord("b")])[0] == 3
+    assert (state.text, state.stop_reason) == ("", "ab")
+
+
+def test_what_was_held_back_for_a_special_token_comes_without_it():
+    state = make_state(stop_ids=(), stop=["b</s>c"])
+    _, deltas = run(state, [ord("a"), ord("b"), EOS, ord("d")])
+    assert [text for text, _ in deltas] == ["a", "", "", "bd"]
+    state = make_state(stop_ids=(), stop=["b</s>c"])
+    run(state, [ord("a"), ord("b"), EOS])
+    state.finish("length")
+    assert state.text == "ab"
+
+
+def test_a_resumed_output_knows_of_the_special_tokens_before():
+    state = make_state(stop_ids=(), stop=["b</s>c"])
+    state.resume([ord("a"), ord("b"), EOS])
+    assert state.append(token(ord("c"))) is True
+    assert state.stop_reason == "b</s>c"
+
+
+def test_min_tokens_holds_for_stop_strings_that_are_special_tokens():
+    state = make_state(stop_ids=(), stop=["</s>"], min_tokens=2)
+    assert run(state, [EOS, ord("a"), EOS, ord("b")])[0] == 3
+    assert state.text == "a"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_backend.text.stop_strings import StopMatcher
+from paged_backend.text.stop_strings import StopMatcher, overlap
 
 
 def feed(matcher, pieces):
@@ -120,3 +120,56 @@ def test_without_stop_strings_text_passes_through():
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="must not be empty"):
         StopMatcher(["a", ""])
+
+
+def expected_with_hidden(pieces, stops, through, include):
+    """(shown, matched) by definition: stops in ``through`` see hidden text, the others what is shown."""
+    marked = [(char, hidden) for text, hidden in pieces for char in text]
+    for end in range(1, len(marked) + 1):
+        for stop in sorted(set(stops), key=len, reverse=True):
+            places = [i for i in range(end) if stop in through or not marked[i][1]]
+            if not places or places[-1] != end - 1 or len(places) < len(stop):
+                continue
+            if "".join(marked[i][0] for i in places).endswith(stop):
+                upto = end if include else places[-len(stop)]
+                return "".join(char for char, hidden in marked[:upto] if not hidden), stop
+    return "".join(char for char, hidden in marked if not hidden), None
+
+
+@given(
+    st.lists(st.tuples(st.text("ab<", max_size=4), st.booleans()), max_size=10),
+    st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.sets(st.integers(0, 3)),
+    st.booleans(),
+)
+def test_hidden_text_is_never_shown_and_found_only_by_stops_that_ask_for_it(pieces, stops, chosen, include):
+    through = {stop for i, stop in enumerate(stops) if i in chosen}
+    matcher = StopMatcher(stops, include, through)
+    shown, matched = "", None
+    for text, hidden in pieces:
+        emitted, matched = matcher.push(text, hidden=hidden)
+        shown += emitted
+        if matched is not None:
+            break
+    shown += matcher.flush()
+    assert (shown, matched) == expected_with_hidden(pieces, stops, through, include)
+
+
+@pytest.mark.parametrize(
+    ("text", "touches"),
+    [
+        ("</s>", True),
+        ("a</", True),
+        (">b", True),
+        ("a</s>b", True),
+        ("/", True),
+        ("s", True),
+        ("a", False),
+        ("b\\n", False),
+        (">a<", True),
+        ("\n", False),
+    ],
+)
+def test_whether_a_string_can_lie_in_a_special_token(text, touches):
+    assert overlap(text, "</s>") is touches
+    assert overlap("</s>", text) is touches
