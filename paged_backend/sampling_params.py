@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paged_backend.constrain.options import StructuredOutputs
+from paged_backend.neutral import FLAG, Neutral, label, never, only, without_neutral
 
 
 class RequestOutputKind(enum.Enum):
@@ -59,6 +61,53 @@ DEFAULTS: Mapping[str, Any] = {
 """Used where neither the caller nor the model's generation_config says anything."""
 
 
+NEUTRAL: Mapping[str, Neutral] = {
+    "spaces_between_special_tokens": FLAG,
+    "skip_clone": FLAG,
+    "flat_logprobs": only(False, why="is not supported: logprobs are dicts"),
+    "output_text_buffer_length": label(int, "a number"),
+    "stream_interval": label(int, "a number of tokens"),
+    "extra_args": never("is not supported: it belongs to extensions of vLLM"),
+    "watermarking": never("is not supported: texts carry no watermark"),
+    "logprob_token_ids": never("is not supported: take the most likely tokens' logprobs, or all with -1"),
+    "prompt_logprob_token_ids": never(
+        "is not supported: take the most likely tokens' logprobs, or all with -1"
+    ),
+    "prompt_logprob_start": only(0, why="is not supported: all of a prompt is scored"),
+    "repetition_detection": never("is not supported: use repetition_penalty or frequency_penalty"),
+    "thinking_token_budget": only(-1, why="is not supported: reasoning is not told from other text"),
+    "truncate_prompt_tokens": never("is not supported: cut the prompt's token ids"),
+    "routed_experts_prompt_start": only(0, why="is not supported: choices of experts are not reported"),
+    "use_beam_search": only(False, why="is not supported: give beam_search=BeamSearch(num_beams=...)"),
+    "early_stopping": only(False, why="is not supported: give beam_search=BeamSearch(...)"),
+    "length_penalty": only(1.0, why="is not supported: give beam_search=BeamSearch(...)"),
+}
+"""Options of vLLM's class, past and present, that no result depends on."""
+
+
+def _takes_neutral(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """Decorator: the constructor takes :data:`NEUTRAL`, and vLLM's old names, too."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: SamplingParams, *values: Any, **options: Any) -> None:
+        best_of, form = options.pop("best_of", None), options.pop("guided_decoding", None)
+        made(self, *values, **without_neutral(options, NEUTRAL))
+        if best_of not in (None, self.n):
+            raise ValueError(
+                f"best_of={best_of!r} must be n={self.n}: sample n, and choose by cumulative_logprob"
+            )
+        if form is not None:
+            _check(
+                "guided_decoding", self.structured_outputs is None, "left out beside structured_outputs", form
+            )
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.coerce(form))
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_takes_neutral
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling options of one request, validated at construction (``ValueError`` names field and range).
@@ -71,7 +120,8 @@ class SamplingParams:
     seed: any int; equal seeds give equal results whatever else is in the batch.
     max_tokens: >= 1 new tokens (also capped by the context). min_tokens: no stop before that many new tokens.
     stop: strings that end the text. stop_token_ids: ids that do. ignore_eos: go on past end-of-sequence.
-    logprobs / prompt_logprobs: number of most likely tokens to report per position besides the actual one.
+    logprobs / prompt_logprobs: number of most likely tokens to report per position besides the actual one; -1 for
+        all of the vocabulary.
     logit_bias: {token id: [-100, 100]}. allowed_token_ids: nothing else is sampled. bad_words: never produced.
     logits_processors: called in this order on the logits of each step, after the penalties, biases and masks
     above and before temperature and truncation. stop_criteria: called after each token, min_tokens or not. Both
@@ -80,6 +130,9 @@ class SamplingParams:
     output ends when its form is complete, and is made to be complete within max_tokens.
     beam_search: n of its hypotheses, best first, are the request's outputs; excludes sampling.
     priority: lower runs earlier.
+
+    Options of vLLM's class that change no result here (:data:`NEUTRAL`) are taken where they ask for what is done
+    anyway, ``guided_decoding`` is its old name of ``structured_outputs``.
     """
 
     n: int = 1
@@ -132,8 +185,8 @@ class SamplingParams:
         _int("priority", self.priority, None)
         for name, least in (
             ("max_tokens", 1),
-            ("logprobs", 0),
-            ("prompt_logprobs", 0),
+            ("logprobs", -1),
+            ("prompt_logprobs", -1),
             ("top_k", -1),
             ("seed", None),
         ):
@@ -168,10 +221,6 @@ class SamplingParams:
             put("structured_outputs", StructuredOutputs.coerce(self.structured_outputs))
         if self.beam_search is not None:
             self._check_beams(self.beam_search)
-        elif self.n > 1 and self.temperature == 0:
-            raise ValueError(
-                f"n={self.n} with temperature=0 gives {self.n} equal texts: set n=1 or temperature > 0"
-            )
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need text: set detokenize=True or use stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -44,7 +44,7 @@ FLOORS = """
     kernels
     logs
     notices config errors machine
-    outputs
+    outputs neutral
 """
 """From the roof down; a name stands for a module or for a folder and what lies in it. Rooms of one floor do not
 import each other."""

@@ -9,6 +9,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paged_backend.constrain.grammar import GrammarCompiler
@@ -56,7 +57,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         request_id = request_id or f"request-{next(self._ids)}"
-        params = params.resolved(self._generation_config)
+        params = self._counted(params.resolved(self._generation_config))
         text, token_ids = encode_prompt(prompt, self._tokenizer)
         beams = params.beam_search.num_beams if params.beam_search is not None else 0
         self._limits.admit(token_ids, params.n, beams, params.max_tokens or 1)
@@ -94,6 +95,15 @@ class InputProcessor:
                 else:
                     completion.finish("stop")
         return requests, state
+
+    def _counted(self, params: SamplingParams) -> SamplingParams:
+        """-1 logprobs are those of the whole vocabulary."""
+        size = self._limits.vocab_size
+        if params.logprobs == -1:
+            params = replace(params, logprobs=size)
+        if params.prompt_logprobs == -1:
+            params = replace(params, prompt_logprobs=size)
+        return params
 
     def _constraint(
         self, params: SamplingParams, max_tokens: int, stop_ids: Sequence[int]

@@ -309,7 +309,6 @@ def test_an_empty_prompt_is_refused_and_named(run):
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature must be"),
-        (["--n", "2", "--temperature", "0"], "equal texts"),
         (["--block-size", "12"], "power of two"),
         (["--kernels", "fast"], "kernels must be"),
         (["--num-blocks", "9", "--kv-cache-memory", "9999"], "not both"),

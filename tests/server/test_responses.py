@@ -114,7 +114,6 @@ def test_logprobs(server):
     ("options", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,10 +20,12 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import (
     ChoiceDelta,
+    ChoiceDeltaFunctionCall,
     ChoiceDeltaToolCall,
     ChoiceDeltaToolCallFunction,
 )
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message import FunctionCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
@@ -33,9 +35,11 @@ from paged_backend.server.routes.answers import EventStream, json_answer, unless
 from paged_backend.server.routes.prompts import open_chat, template_options
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
+from paged_backend.server.wire.formats import own_form
+from paged_backend.server.wire.legacy import modern
 from paged_backend.server.wire.logprobs import chat_logprobs, prompt_logprobs
 from paged_backend.server.wire.replies import Reply
-from paged_backend.server.wire.sampling import to_params
+from paged_backend.server.wire.sampling import check_listed, to_params
 from paged_backend.server.wire.schema import ChatRequest, body_of, read_body
 from paged_backend.server.wire.sse import DONE, event
 from paged_backend.toolcalls import ChatCall, ToolCallDelta
@@ -47,7 +51,7 @@ router = APIRouter(tags=["OpenAI"])
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation. With ``stream``: server-sent events."""
     serving = serving_of(request)
-    body = await read_body(request, ChatRequest)
+    body = modern(await read_body(request, ChatRequest))
     serving.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
@@ -63,10 +67,10 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def _open(serving: Serving, body: ChatRequest) -> _Answer:
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
+    if body.max_tokens not in (None, body.max_completion_tokens or body.max_tokens):
         raise ApiError(
             400,
-            "give max_tokens or max_completion_tokens, not both",
+            "max_tokens and max_completion_tokens differ: give one of them",
             param="max_tokens",
             code="invalid_value",
         )
@@ -75,7 +79,7 @@ async def _open(serving: Serving, body: ChatRequest) -> _Answer:
         body,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured_outputs=body.structured_outputs,
+        structured_outputs=own_form(body),
     )
     ids, call = await open_chat(
         serving,
@@ -89,6 +93,7 @@ async def _open(serving: Serving, body: ChatRequest) -> _Answer:
         response_format=body.response_format,
         **template_options(serving, body),
     )
+    check_listed(call.params, [ids], serving.tokenizer.vocab_size)
     return _Answer(serving, body, await serving.client.open([ids], call.params, body.cache_salt), call)
 
 
@@ -103,6 +108,12 @@ class _Answer:
         self._model = body.model or serving.name
         self._options = body.stream_options
         self._replies = [Reply(call.parser()) for _ in range(body.n or 1)]
+        self._before = _text(body.messages[-1]) if body.echo else ""
+
+    def _reason(self, reply: Reply) -> Any:
+        """OpenAI's finish reason."""
+        called = reply.finish_reason == "tool_calls" and self._body.functions is not None
+        return "function_call" if called else reply.finish_reason
 
     def _usage(self) -> CompletionUsage:
         return CompletionUsage(
@@ -150,9 +161,13 @@ class _Answer:
         if body.return_token_ids:
             extra["token_ids"] = [token for part in parts for token in part.token_ids]
         reply = self._replies[last.index]
-        message = ChatCompletionMessage(role="assistant", content=reply.content, refusal=None)
-        if reply.calls:
-            message.content = reply.content or None
+        content = self._before + reply.content
+        message = ChatCompletionMessage(role="assistant", content=content, refusal=None)
+        if reply.calls and body.functions is not None:
+            message.content, call = content or None, reply.calls[0]
+            message.function_call = FunctionCall(name=call.name or "", arguments=call.arguments)
+        elif reply.calls:
+            message.content = content or None
             message.tool_calls = [
                 ChatCompletionMessageFunctionToolCall(
                     id=call.id or "",
@@ -161,12 +176,11 @@ class _Answer:
                 )
                 for call in reply.calls
             ]
-        reason: Any = reply.finish_reason
         return Choice(
             index=last.index,
             message=message,
             logprobs=logprobs,
-            finish_reason=reason,
+            finish_reason=self._reason(reply),
             **extra,
         )
 
@@ -177,7 +191,13 @@ class _Answer:
         first: dict[str, Any] = {}
         yield b"".join(
             self._event(
-                [ChunkChoice(index=i, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)]
+                [
+                    ChunkChoice(
+                        index=i,
+                        delta=ChoiceDelta(role="assistant", content=self._before),
+                        finish_reason=None,
+                    )
+                ]
             )
             for i in range(body.n or 1)
         )
@@ -214,17 +234,25 @@ class _Answer:
         chunks = []
         if new or logprobs or (body.return_token_ids and output.token_ids):
             delta = ChoiceDelta(content=new.content) if new.content or not new.calls else ChoiceDelta()
-            if new.calls:
+            if new.calls and body.functions is not None:
+                call = new.calls[0]
+                delta.function_call = ChoiceDeltaFunctionCall(arguments=call.arguments)
+                if call.name is not None:
+                    delta.function_call.name = call.name
+            elif new.calls:
                 delta.tool_calls = [_call_delta(call) for call in new.calls]
             chunks.append(
                 ChunkChoice(index=output.index, delta=delta, logprobs=logprobs, finish_reason=None, **extra)
             )
         if output.finish_reason is not None:
-            reason: Any = reply.finish_reason
             end: dict[str, Any] = {"stop_reason": output.stop_reason}
             chunks.append(
                 ChunkChoice(
-                    index=output.index, delta=ChoiceDelta(), logprobs=None, finish_reason=reason, **end
+                    index=output.index,
+                    delta=ChoiceDelta(),
+                    logprobs=None,
+                    finish_reason=self._reason(reply),
+                    **end,
                 )
             )
         return chunks
@@ -244,6 +272,14 @@ class _Answer:
             **extra,
         )
         return event(chunk.model_dump_json(exclude_unset=True))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """What the assistant has said in ``message`` already, if it is the assistant's."""
+    content = message.get("content") if message.get("role") == "assistant" else None
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    return content or ""
 
 
 def _call_delta(call: ToolCallDelta) -> ChoiceDeltaToolCall:

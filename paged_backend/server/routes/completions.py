@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,9 +21,10 @@ from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.formats import structured_outputs
 from paged_backend.server.wire.logprobs import CompletionLogprobs, prompt_logprobs
-from paged_backend.server.wire.sampling import to_params
+from paged_backend.server.wire.sampling import check_listed, to_params
 from paged_backend.server.wire.schema import CompletionRequest, body_of, read_body
 from paged_backend.server.wire.sse import DONE, event
+from paged_backend.text.fim import FillIn, fill_in
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -51,37 +52,73 @@ async def _open(serving: Serving, body: CompletionRequest) -> _Answer:
         raise ApiError(
             400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value"
         )
+    keep = body.n or 1
+    chosen = body.best_of is not None and body.best_of > keep
+    if body.best_of is not None and body.best_of < keep:
+        raise _bad("best_of", f"must be at least n={keep}")
+    if chosen and (body.stream or body.use_beam_search):
+        raise _bad("best_of", "above n cannot be streamed, nor be a beam search")
     if body.min_tokens and body.max_tokens is None:
         max_tokens = max(max_tokens, body.min_tokens)
-    prompts = [fit_prompt(serving, body, ids, max_tokens) for ids in await _prompts(serving, body)]
+    filling = None
+    if body.suffix is not None:
+        filling = _checked_fill_in(serving, body)
+    prompts = [fit_prompt(serving, body, ids, max_tokens) for ids in await _prompts(serving, body, filling)]
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        scored = max(scored or 0, body.logprobs)
+        scored = -1 if -1 in (scored, body.logprobs) else max(scored or 0, body.logprobs)
     params = to_params(
         body,
         max_tokens=max(max_tokens, 1),  # the engine makes at least one; with max_tokens=0 it is not shown
-        logprobs=body.logprobs,
+        n=body.best_of if chosen else None,
+        stop_token_ids=None if filling is None else [*(body.stop_token_ids or ()), *filling.stop_ids],
+        logprobs=0 if chosen and body.logprobs is None else body.logprobs,
         prompt_logprobs=scored,
         structured_outputs=structured_outputs(body),
     )
+    check_listed(params, prompts, serving.tokenizer.vocab_size)
     job = await serving.client.open(prompts, params, body.cache_salt)
-    return _Answer(serving, body, job, show_output=max_tokens > 0)
+    return _Answer(serving, body, job, params.n, show_output=max_tokens > 0)
 
 
-async def _prompts(serving: Serving, body: CompletionRequest) -> list[list[int]]:
+def _bad(param: str, problem: str) -> ApiError:
+    return ApiError(400, f"{param} {problem}", param=param, code="invalid_value")
+
+
+def _checked_fill_in(serving: Serving, body: CompletionRequest) -> FillIn:
+    filling = fill_in(serving.tokenizer)
+    if body.truncate_prompt_tokens is not None:
+        raise _bad(
+            "suffix",
+            "and truncate_prompt_tokens exclude each other: what would be cut are the marks of the gap",
+        )
+    if body.echo and body.logprobs is not None:
+        raise _bad("suffix", "with echo excludes logprobs: the prompt's tokens are not those of its text")
+    return filling
+
+
+async def _prompts(serving: Serving, body: CompletionRequest, filling: FillIn | None) -> list[list[int]]:
     given: Any = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
         raise ApiError(400, "prompt must not be empty", param="prompt", code="invalid_value")
     special = body.add_special_tokens is not False
+    if filling is not None:
+        return [await serving.aside(filling.encode, item, body.suffix, special) for item in given]
     return [await encode(serving, item, special) if isinstance(item, str) else list(item) for item in given]
 
 
 class _Answer:
-    """One completion as it comes. show_output: False for max_tokens=0, where only the prompt is wanted."""
+    """One completion as it comes.
 
-    def __init__(self, serving: Serving, body: CompletionRequest, job: Job, show_output: bool) -> None:
+    sampled: outputs per prompt, of which the best ``body.n`` are shown. show_output: False for max_tokens=0, where only
+    the prompt is wanted.
+    """
+
+    def __init__(
+        self, serving: Serving, body: CompletionRequest, job: Job, sampled: int, show_output: bool
+    ) -> None:
         self.job = job
         self._serving = serving
         self._body = body
@@ -89,18 +126,35 @@ class _Answer:
         self._id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = body.model or serving.name
-        self._n = body.n or 1
+        self._n = sampled
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self) -> Completion:
         pieces: dict[int, list[CompletionChoice]] = {}
+        likely: dict[int, list[float]] = {}
         async for batch in self.job.news():
             for number, output in batch:
                 choice = self._choice(number, output)
                 pieces.setdefault(choice.index, []).append(choice)
-        choices = [_joined(pieces[index]) for index in sorted(pieces)]
+                for token, entry in zip(output.token_ids, output.logprobs or ()):
+                    likely.setdefault(choice.index, []).append(entry[token].logprob)
+        choices = [_joined(pieces[index]) for index in self._best(pieces, likely)]
+        for index, choice in enumerate(choices):
+            choice.index = index
         return self._completion(choices, self._usage())
+
+    def _best(self, given: Iterable[int], likely: Mapping[int, list[float]]) -> list[int]:
+        """The indices to show: all, or of each prompt the ``n`` whose tokens are the most likely on average."""
+        shown = self._body.n or 1
+        if shown >= self._n:
+            return sorted(given)
+
+        def rank(index: int) -> tuple[int, float, int]:
+            values = likely[index]
+            return index // self._n, -sum(values) / len(values), index
+
+        return [index for place, index in enumerate(sorted(given, key=rank)) if place % self._n < shown]
 
     async def events(self) -> AsyncIterator[bytes]:
         options = self._body.stream_options
@@ -151,8 +205,7 @@ class _Answer:
         )
         echoed = first and bool(body.echo)
         if echoed:
-            skip = body.skip_special_tokens is not False
-            text = self._serving.tokenizer.decode(remote.prompt_token_ids, skip_special_tokens=skip) + text
+            text = self._echoed(number) + text
         extra: dict[str, Any] = {}
         if first and body.prompt_logprobs is not None:
             extra["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
@@ -166,6 +219,18 @@ class _Answer:
         return CompletionChoice.construct(
             index=index, text=text, logprobs=logprobs, finish_reason=reason, **extra
         )
+
+    def _echoed(self, number: int) -> str:
+        """The prompt's text; with a suffix only what was before the gap, as it was given."""
+        ids, given = self.job.requests[number].prompt_token_ids, self._body.prompt
+        if self._body.suffix is not None:
+            one: Any = given if isinstance(given, str) or isinstance(given[0], int) else given[number]
+            if isinstance(one, str):
+                return one
+            ids = one
+        skip = self._body.skip_special_tokens is not False
+        text: str = self._serving.tokenizer.decode(ids, skip_special_tokens=skip)
+        return text
 
     def _new_logprobs(
         self, index: int, number: int, first: bool, tokens: list[int], output: CompletionOutput

@@ -74,8 +74,9 @@ def template_options(serving: Serving, body: Any) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
     for name in ("documents", "reasoning_effort"):
         value = getattr(body, name, None)
-        if value is not None:
-            if name not in serving.tokenizer.template_source(body.chat_template, bool(body.tools)):
+        known = name in serving.tokenizer.template_source(body.chat_template, bool(body.tools))
+        if value is not None and (known or name == "documents"):
+            if not known:
                 raise _refused(name, "is not supported: this model's chat template does not know it")
             variables[name] = value
     return {

@@ -108,6 +108,34 @@ async def detokenize(request: Request) -> Response:
     return json_answer(DetokenizeResponse(prompt=text).model_dump_json())
 
 
+@token_router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to render messages itself: special tokens and chat template."""
+    tokenizer = serving_of(request).tokenizer
+    answer: dict[str, Any] = {
+        "tokenizer_class": type(tokenizer.backend.model).__name__,
+        **tokenizer.named_tokens,
+    }
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        answer.setdefault(name, None)
+    if tokenizer.chat_template is not None:
+        answer["chat_template"] = tokenizer.chat_template
+    return JSONResponse(answer)
+
+
+@system_router.get("/ping")
+@system_router.post("/ping")
+async def ping(request: Request) -> Response:
+    """/health by the name that hosts of containers ask for. Needs no API key."""
+    return await health(request)
+
+
+@system_router.get("/load")
+async def load(request: Request) -> Response:
+    """Requests in flight, for balancers."""
+    return JSONResponse({"server_load": serving_of(request).client.in_flight})
+
+
 @system_router.get("/health")
 async def health(request: Request) -> Response:
     """200 if a request sent now would be computed now, else 503. Needs no API key."""

@@ -16,8 +16,8 @@ from paged_backend.server.wire.anthropic import error_body, speaks_anthropic
 from paged_backend.server.wire.errors import ApiError, ClientGoneError, as_api_error
 
 logger = logging.getLogger("paged_backend.server")
-OPEN_ROUTES = ("/health",)
-ALWAYS = ("/health", "/ready", "/metrics", "/stats", "/version")
+OPEN_ROUTES = ("/health", "/ping")
+ALWAYS = ("/health", "/ping", "/ready", "/load", "/metrics", "/stats", "/version")
 """Answered while the server drains."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499  # what nginx logs for a client that closed the connection

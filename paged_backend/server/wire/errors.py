@@ -26,7 +26,7 @@ _TYPES = {
 _FIELDS = frozenset(
     (
         "chat_template", "chat_template_kwargs", "continue_final_message", "messages", "prompt", "response_format",
-        "tool_choice", "tools", *(field.name for field in fields(SamplingParams)),
+        "suffix", "tool_choice", "tools", *(field.name for field in fields(SamplingParams)),
     )
 )  # fmt: skip
 

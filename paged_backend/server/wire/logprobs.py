@@ -28,12 +28,12 @@ def spelled(token: int, item: Logprob, as_ids: bool) -> str:
 def chat_logprobs(
     entries: Sequence[Entry], count: int, as_ids: bool = False
 ) -> list[ChatCompletionTokenLogprob]:
-    """One item per token: the sampled one, with the ``count`` most likely."""
+    """One item per token: the sampled one, with the ``count`` most likely; -1 for all there are."""
     items = []
     for entry in entries:
         listed = list(entry.items())
         token, sampled = listed[0]
-        likely = sorted(listed, key=lambda pair: pair[1].rank or 0)[:count]
+        likely = sorted(listed, key=lambda pair: pair[1].rank or 0)[: _slice_end(count)]
         text = spelled(token, sampled, as_ids)
         top = [
             TopLogprob(
@@ -49,6 +49,10 @@ def chat_logprobs(
             )
         )
     return items
+
+
+def _slice_end(count: int) -> int | None:
+    return None if count < 0 else count
 
 
 class CompletionLogprobs:
@@ -81,7 +85,7 @@ class CompletionLogprobs:
                 continue
             texts.append(spelled(token, entry[token], self._as_ids))
             values.append(finite(entry[token].logprob))
-            likely = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)[:count]
+            likely = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)[: _slice_end(count)]
             top: dict[str, float] = {}
             for other, item in [*likely, (token, entry[token])]:  # the token itself is always listed
                 top.setdefault(spelled(other, item, self._as_ids), finite(item.logprob))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_backend.sampling_params import BeamSearch, SamplingParams
@@ -14,6 +14,8 @@ _SAME = (
     "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
     "allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs", "priority",
 )  # fmt: skip
+MAX_LISTED = 1 << 20
+"""Logprobs that one answer may list where all of the vocabulary is asked for: about 300 MB while it is made."""
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 
@@ -32,6 +34,20 @@ def to_params(body: Sampling, **own: Any) -> SamplingParams:
         given["logit_bias"] = _bias(given["logit_bias"])
     _add_beams(given, body)
     return SamplingParams(**given)
+
+
+def check_listed(params: SamplingParams, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Refuse to list all of the vocabulary for more tokens than memory is there for."""
+    for name, tokens in (
+        ("logprobs", len(prompts) * params.n * (params.max_tokens or 1)),
+        ("prompt_logprobs", sum(map(len, prompts))),
+    ):
+        if getattr(params, name) == -1 and tokens * vocab_size > MAX_LISTED:
+            raise ApiError(
+                400, f"{name} of all {vocab_size} tokens of the vocabulary are given for at most "
+                f"{MAX_LISTED // vocab_size} tokens, this request has {tokens}: ask for the 20 most likely", param=name,
+                code="invalid_value",
+            )  # fmt: skip
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -5,22 +5,36 @@ Names and defaults are OpenAI's, those of extensions vLLM's. ``null`` means "not
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from paged_backend.neutral import Neutral, refusal
+from paged_backend.server.wire import neutral_fields
 from paged_backend.server.wire.errors import ApiError
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound="Body")
 SEED_LIMIT = 1 << 63
 MAX_ID = 1 << 40
+ALL_TOKENS = "-1 for all of the vocabulary."
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_ID)]]
 
 
+def _list_neutral(schema: dict[str, Any], body: type[Body]) -> None:
+    for name, rule in body.neutral.items():
+        schema["properties"].setdefault(name, {"description": f"No answer depends on it; else: {rule.why}."})
+
+
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    """neutral: fields that are taken where they ask for nothing but what is done anyway."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_list_neutral
+    )
+    neutral: ClassVar[Mapping[str, Neutral]] = {}
 
 
 class StreamOptions(Body):
@@ -31,20 +45,7 @@ class StreamOptions(Body):
     )
 
 
-class Labels(Body):
-    """Fields that say something about a request and nothing about its result."""
-
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = Field(
-        None, description="Prefixes are always cached, and found by their tokens."
-    )
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
-
-
-class Sampling(Labels):
+class Sampling(Body):
     """Sampling, which ``SamplingParams`` explains and checks."""
 
     model: str | None = Field(
@@ -68,7 +69,7 @@ class Sampling(Labels):
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=-1, le=20, description=ALL_TOKENS)
     priority: int | None = Field(None, ge=-MAX_ID, le=MAX_ID)
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, json_object, regex, choice and grammar."
@@ -97,13 +98,33 @@ class Sampling(Labels):
     request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
 
 
-class CompletionRequest(Sampling):
+class Formed(Body):
+    """The form of the answer."""
+
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = Field(
+        None, description="Old name of structured_outputs.json; so are the other three."
+    )
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(Sampling, Formed):
+    neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.COMPLETION
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="16 by default; 0 only with echo.")
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: Literal[1] | None = None
-    response_format: dict[str, Any] | None = None
+    suffix: str | None = Field(
+        None, description="What follows the completion: for models that fill in the middle."
+    )
+    logprobs: int | None = Field(None, ge=-1, le=20, description=ALL_TOKENS)
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="Sample so many, give the n whose tokens are the most likely on average.",
+    )
 
 
 class Templating(Body):
@@ -116,25 +137,35 @@ class Templating(Body):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = Field(None, description="Handed to a chat template that knows it.")
+    reasoning_effort: str | None = Field(
+        None, description="Handed to a chat template that knows it; other models have no effort to change."
+    )
 
 
-class ChatRequest(Sampling, Templating):
+class ChatRequest(Sampling, Formed, Templating):
+    neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.CHAT
     max_tokens: int | None = Field(
         None, ge=1, le=MAX_ID, description="By default as much as the context leaves."
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: dict[str, Any] | None = None
+    top_logprobs: int | None = Field(None, ge=-1, le=20, description=ALL_TOKENS)
+    echo: bool | None = Field(
+        None, description="Begin the answer with the last message, if that is the assistant's."
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    functions: list[dict[str, Any]] | None = Field(None, description="The old name of tools.")
+    function_call: str | dict[str, Any] | None = Field(None, description="The old name of tool_choice.")
 
 
 class ResponsesRequest(Sampling):
     """One answer: the fields of several, of prompts and of token ids are not for this route."""
 
+    neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.RESPONSES
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = Field(None, description="Nothing is stored: there is no route that would read it.")
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(
@@ -147,13 +178,13 @@ class ResponsesRequest(Sampling):
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Body):
     """Text or messages."""
 
+    neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -206,8 +237,13 @@ async def read_body(request: Request, model: type[Model]) -> Model:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    given = {name: value for name, value in data.items() if value is not None}
+    for name in [name for name in given if name in model.neutral]:
+        problem = refusal(name, given.pop(name), model.neutral)
+        if problem is not None:
+            raise ApiError(400, problem, param=name, code="unsupported_parameter")
     try:
-        return model.model_validate({name: value for name, value in data.items() if value is not None})
+        return model.model_validate(given)
     except ValidationError as error:
         raise _explained(error, model) from None
     except RecursionError:
