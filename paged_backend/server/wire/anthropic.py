@@ -55,7 +55,7 @@ class MessagesRequest(Sampling, Prompt):
     )
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
