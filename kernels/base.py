@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.kernels.pages import reserve
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
@@ -163,10 +165,6 @@ class Kernels(ABC):
         dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
         """KV cache of a model. Memory is reserved only; the operating system commits a page when it is written."""
-        return [
-            LayerCache(
-                torch.empty(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype),
-                torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype),
-            )
-            for _ in range(num_layers)
-        ]
+        keys = (num_blocks, num_kv_heads, head_dim, block_size)
+        values = (num_blocks, num_kv_heads, block_size, head_dim)
+        return [LayerCache(reserve(keys, dtype), reserve(values, dtype)) for _ in range(num_layers)]

@@ -14,6 +14,8 @@ import threading
 import torch
 from torch import Tensor
 
+from paged_backend.kernels.pages import map_pages
+
 _CHUNK = 32 << 20  # bytes
 _HUGE_PAGE = 2 << 20
 _LINE = 64
@@ -25,7 +27,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
     def zeros(self, nbytes: int) -> Tensor:
@@ -39,17 +41,10 @@ class Arena:
 
 
 def _map(nbytes: int) -> Tensor:
-    size = nbytes + _HUGE_PAGE
-    try:
-        memory = mmap.mmap(-1, size, **_PRIVATE)
-    except OSError as error:
-        raise MemoryError(f"cannot allocate {size >> 20} MiB for weights ({error})") from error
+    memory = map_pages(nbytes + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes]
-
-
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}

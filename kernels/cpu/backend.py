@@ -1,7 +1,8 @@
 """CpuKernels: the contract on top of the C library, called through ctypes with plain pointers.
 
-A call costs one or two microseconds besides the work: argument types are declared once, outputs are allocated by
-torch, and nothing is checked that costs more than reading a shape.
+A call costs a few microseconds besides the work: argument types are declared once, outputs are allocated by torch, and
+arrays are looked at before their addresses are taken (see ``check``). Nothing here depends on what torch's process-wide
+defaults are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build, usable_cores
 
@@ -27,13 +29,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_padded_outputs": (_I, (_I,)),
     "pb_pack_linear": (None, (_P, _P) + (_I,) * 7),
     "pb_pack_int": (None, (_P, _P) + (_I,) * 8),
-    "pb_expand_gguf": (_I, (_I, _P, _I, _P, _I)),
+    "pb_expand_gguf": (_I, (_I, _P, _I, _P, _I, _I)),
     "pb_usable": (_I, ()),
     "pb_bf16_exact": (_I, (_P, _I)),
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
     "pb_act_and_mul": (None, (_P, _P) + (_I,) * 4),
-    "pb_rotary_and_cache": (None, (_P,) * 8 + (_I,) * 11),
+    "pb_rotary_and_cache": (_I, (_P,) * 8 + (_I,) * 12),
     "pb_copy_blocks": (None, (_P, _P, _I, _I)),
     "pb_plan_attention": (_I, (_P, _I, _P)),
     "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I, _I)),
@@ -42,6 +44,7 @@ _DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _PARTS = {"highest": 3, "high": 2, "medium": 1}  # bf16 numbers that stand for an activation on a matrix unit
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _CHUNK_FLOATS = 1 << 22  # of a weight matrix converted at a time while packing
+_CPU, _FLOAT = torch.device("cpu"), torch.float32
 
 
 def load_library(path: Path) -> ctypes.CDLL:
@@ -80,7 +83,7 @@ class AttentionPlan:
 
     inputs: AttentionInputs
     tiles: np.ndarray
-    longest: int
+    sizes: check.StepSizes
     pointers: tuple[int, int, int, int]
 
 
@@ -116,13 +119,19 @@ class CpuKernels(Kernels):
             raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
         if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
             raise ValueError("pack_linear needs matrices [N_i, K] that share K")
+        if any(not w.is_cpu or not w.dtype.is_floating_point for w in weights):
+            raise TypeError("pack_linear needs floating point weights on the CPU")
+        if biases is not None and [None if b is None else b.shape for b in biases] != [
+            None if b is None else w.shape[:1] for b, w in zip(biases, weights)
+        ]:
+            raise ValueError("pack_linear needs one bias [N_i], or None, for each matrix")
         if dtype == "auto":
             dtype = "bfloat16" if all(self._is_bf16(w) for w in weights) else "float32"
         n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
         packed = self._arena.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]))
         bias = None
         if biases is not None and any(b is not None for b in biases):
-            bias = torch.zeros(self._lib.pb_padded_outputs(n))
+            bias = torch.zeros(self._lib.pb_padded_outputs(n), dtype=_FLOAT, device=_CPU)
         first = 0
         for i, weight in enumerate(weights):
             self._pack(packed, weight.detach(), n, first, _DTYPES[dtype])
@@ -162,11 +171,14 @@ class CpuKernels(Kernels):
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         packed = _own(weight)
-        if x.shape[-1] != packed.in_features:
-            raise ValueError(f"x has {x.shape[-1]} features, the weights take {packed.in_features}")
-        x = x.contiguous()
-        rows = x.shape[0]
-        out = torch.empty(rows, packed.out_features)
+        x = check.contiguous("x", x)
+        shape = x.shape
+        if len(shape) != 2 or shape[1] != packed.in_features:
+            raise ValueError(
+                f"x {tuple(shape)} has {shape[-1]} features, the weights take [T, {packed.in_features}]"
+            )
+        rows = shape[0]
+        out = x.new_empty(rows, packed.out_features)
         self._lib.pb_linear(
             x.data_ptr(), packed.pointer, packed.bias_pointer, out.data_ptr(),
             rows, packed.out_features, packed.in_features, packed.code, self._parts, self.threads,
@@ -176,33 +188,37 @@ class CpuKernels(Kernels):
     def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
         packed = _own(table)
         ids = ids.contiguous()
-        out = torch.empty(ids.shape[0], packed.in_features)
+        pointer, count = check.whole_numbers("ids", ids), ids.numel()
+        out = torch.empty(count, packed.in_features, dtype=_FLOAT, device=_CPU)
         bad = self._lib.pb_embedding(
-            ids.data_ptr(), packed.pointer, out.data_ptr(),
-            ids.shape[0], packed.out_features, packed.in_features, packed.code,
+            pointer, packed.pointer, out.data_ptr(),
+            count, packed.out_features, packed.in_features, packed.code,
         )  # fmt: skip
         if bad >= 0:
             raise IndexError(f"token id {int(ids[bad])} is outside the vocabulary of {packed.out_features}")
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
+        x = check.contiguous("x", x)
         d = x.shape[-1]
+        multiplier = check.multiplier("weight", weight, d)
+        out = torch.empty_like(x)
         self._lib.pb_rms_norm(
-            x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), x.numel() // d, d, eps, self.threads
+            x.data_ptr(), None, multiplier, out.data_ptr(), x.numel() // d, d, eps, self.threads
         )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        if not residual.is_contiguous():
-            raise ValueError("the residual is changed in place and must be contiguous")
-        out = torch.empty_like(x)
+        x = check.contiguous("x", x)
+        changed = check.floats("residual", residual)
+        if x.dim() != 2 or residual.shape != x.shape:
+            raise ValueError(
+                f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must be the same [T, D]"
+            )
         rows, d = x.shape
-        self._lib.pb_rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, d, eps, self.threads
-        )
+        multiplier = check.multiplier("weight", weight, d)
+        out = x.new_empty(rows, d)
+        self._lib.pb_rms_norm(x.data_ptr(), changed, multiplier, out.data_ptr(), rows, d, eps, self.threads)
         return out
 
     def rotary_and_cache(
@@ -215,23 +231,44 @@ class CpuKernels(Kernels):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        tokens, heads, d = q.shape
-        self._lib.pb_rotary_and_cache(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            cache.key.data_ptr(), cache.value.data_ptr(), slot_mapping.data_ptr(),
-            tokens, heads, k.shape[1], d, cos.shape[1], cache.key.shape[3],
-            _token_stride(q), _token_stride(k), _token_stride(v), self.threads, _is_bf16_cache(cache),
+        layout = check.cache_layout(cache)
+        tokens, heads, d = check.of_heads("q", q)
+        kept = (tokens, layout.heads, layout.d)
+        if k.shape != kept or v.shape != kept or d != layout.d:
+            raise ValueError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together or a cache of "
+                f"{layout.heads} heads of {layout.d}"
+            )
+        angles = cos.shape
+        half = angles[-1]
+        if angles != (tokens, half) or sin.shape != angles or 2 * half > d or slot_mapping.shape != (tokens,):
+            raise ValueError(
+                f"of {tokens} tokens and heads of {d}, cos {tuple(angles)} and sin {tuple(sin.shape)} are [T, R/2] and "
+                f"slot_mapping {tuple(slot_mapping.shape)} is [T]"
+            )
+        q_stride = check.token_stride("q", q, heads, d)
+        k_stride = check.token_stride("k", k, layout.heads, d)
+        v_stride = check.token_stride("v", v, layout.heads, d)
+        bad = self._lib.pb_rotary_and_cache(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), check.floats("cos", cos), check.floats("sin", sin),
+            layout.key, layout.value, check.whole_numbers("slot_mapping", slot_mapping),
+            tokens, heads, layout.heads, d, half, layout.size, layout.blocks,
+            q_stride, k_stride, v_stride, self.threads, layout.bf16,
         )  # fmt: skip
+        if bad >= 0:
+            raise IndexError(
+                f"slot {int(slot_mapping[bad])} is outside of the cache of {layout.blocks} blocks of {layout.size}"
+            )
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        sizes = check.step_sizes(inputs)
         start, lens, table = inputs.query_start_loc, inputs.seq_lens, inputs.block_table
         sequences = lens.shape[0]
         count = self._lib.pb_plan_attention(start.data_ptr(), sequences, None)
         tiles = np.empty((count, 3), np.int32)
         self._lib.pb_plan_attention(start.data_ptr(), sequences, tiles.ctypes.data)
-        longest = int(lens.max()) if sequences else 0
         return AttentionPlan(
-            inputs, tiles, longest, (start.data_ptr(), lens.data_ptr(), table.data_ptr(), tiles.ctypes.data)
+            inputs, tiles, sizes, (start.data_ptr(), lens.data_ptr(), table.data_ptr(), tiles.ctypes.data)
         )
 
     def paged_attention(
@@ -244,24 +281,33 @@ class CpuKernels(Kernels):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        tokens, heads, d = q.shape
-        out = torch.empty(tokens, heads * d)
-        _, kv_heads, _, block_size = cache.key.shape
+        layout, sizes = check.cache_layout(cache), plan.sizes
+        sizes.fit(layout)
+        tokens, heads, d = check.of_heads("q", q)
+        if tokens != sizes.tokens or d != layout.d or heads % layout.heads:
+            raise ValueError(
+                f"q {tuple(q.shape)} does not fit a step of {sizes.tokens} tokens and a cache of {layout.heads} heads "
+                f"of {layout.d}"
+            )
+        stride = check.token_stride("q", q, heads, d)
+        out = q.new_empty(tokens, heads * d)
         self._lib.pb_attention(
-            q.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr(),
-            sinks.data_ptr() if sinks is not None else None, out.data_ptr(), *plan.pointers,
-            len(plan.tiles), plan.longest, plan.inputs.block_table.shape[1], _token_stride(q),
-            heads, kv_heads, d, block_size, window or 0, scale, softcap or 0.0, self.threads,
-            _is_bf16_cache(cache),
+            q.data_ptr(), layout.key, layout.value,
+            check.multiplier("sinks", sinks, heads) if sinks is not None else None, out.data_ptr(), *plan.pointers,
+            len(plan.tiles), sizes.longest, sizes.width, stride,
+            heads, layout.heads, d, layout.size, window or 0, scale, softcap or 0.0, self.threads,
+            layout.bf16,
         )  # fmt: skip
         return out
 
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        x = x.contiguous()
+        x = check.contiguous("x", x)
+        if x.dim() != 2 or x.shape[1] % 2:
+            raise ValueError(f"x must be [T, 2I], got {tuple(x.shape)}")
         rows, d = x.shape[0], x.shape[1] // 2
-        out = torch.empty(rows, d)
+        out = x.new_empty(rows, d)
         self._lib.pb_act_and_mul(
             x.data_ptr(), out.data_ptr(), rows, d, _ACTIVATIONS[activation], self.threads
         )
@@ -271,39 +317,42 @@ class CpuKernels(Kernels):
         raw = np.ascontiguousarray(raw)
         out = np.empty(values, np.float32)
         known = self._lib.pb_expand_gguf(
-            format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, self.threads
+            format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, values, self.threads
         )
+        if known < 0:
+            raise ValueError(f"{raw.nbytes} bytes of GGUF format {format_id} do not hold {values} values")
         return out if known else None
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
         ids = np.array(pairs, np.int64)
-        for cache in caches:
-            for part in (cache.key, cache.value):
-                self._lib.pb_copy_blocks(part.data_ptr(), ids.ctypes.data, len(ids), part[0].nbytes)
+        layouts = [check.cache_layout(cache) for cache in caches]
+        fewest = min((layout.blocks for layout in layouts), default=0)
+        if ids.ndim != 2 or ids.shape[1] != 2 or ids.min() < 0 or ids.max() >= fewest:
+            raise IndexError(f"blocks to copy are (source, destination) below {fewest}, got {list(pairs)}")
+        for layout in layouts:
+            size = layout.heads * layout.d * layout.size * (2 if layout.bf16 else 4)
+            for part in (layout.key, layout.value):
+                self._lib.pb_copy_blocks(part, ids.ctypes.data, len(ids), size)
+
+    def empty_cache(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[LayerCache]:
+        caches = super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
+        return [check.CheckedCache(c.key, c.value, check.cache_layout(c)) for c in caches]
 
 
 def _own(weight: PackedLinear) -> CpuLinear:
     if not isinstance(weight, CpuLinear):
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
     return weight
-
-
-def _is_bf16_cache(cache: LayerCache) -> bool:
-    if cache.key.dtype is torch.float32:
-        return False
-    if cache.key.dtype is torch.bfloat16:
-        return True
-    raise TypeError(f"the KV cache must be float32 or bfloat16, got {cache.key.dtype}")
-
-
-def _token_stride(x: Tensor) -> int:
-    """Distance of tokens in a [T, heads, D] view whose last two dimensions are contiguous."""
-    token, head, element = x.stride()
-    if element != 1 or (head != x.shape[2] and x.shape[1] > 1):
-        raise ValueError(f"heads must be contiguous, got strides {x.stride()} for shape {tuple(x.shape)}")
-    return token
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -136,9 +136,10 @@ static void expand_slice(const void *context, int64_t item) {
         job->expand(job->source + i * job->bytes, job->out + i * job->values);
 }
 
-/* source: ``bytes`` bytes, whole blocks of the format with that number in GGUF files. Returns 0 for a format
- * that is not here, having written nothing. */
-EXPORT int64_t pb_expand_gguf(int64_t format, const void *source, int64_t bytes, float *out, int64_t threads) {
+/* source: ``bytes`` bytes, whole blocks of the format with that number in GGUF files; out: ``values`` floats. Having
+ * written nothing, returns 0 for a format that is not here, -1 where the bytes do not hold that many values. */
+EXPORT int64_t pb_expand_gguf(int64_t format, const void *source, int64_t bytes, float *out, int64_t values,
+                              int64_t threads) {
     static const struct {
         int format, values, bytes;
         void (*expand)(const uint8_t *, float *);
@@ -149,6 +150,7 @@ EXPORT int64_t pb_expand_gguf(int64_t format, const void *source, int64_t bytes,
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         if (formats[i].format == format) {
             int64_t blocks = bytes / formats[i].bytes;
+            if (blocks * formats[i].bytes != bytes || blocks * formats[i].values != values) return -1;
             expand_job job = {source, out, formats[i].expand, blocks, formats[i].values, formats[i].bytes};
             pb_parallel(expand_slice, &job, (job.blocks + SLICE_BLOCKS - 1) / SLICE_BLOCKS, (int)threads);
             return 1;

@@ -141,15 +141,21 @@ static void rotary_item(const void *context, int64_t t) {
 }
 
 /* Rotate q [T][heads][d] and k [T][kv_heads][d] in place (strides are from token to token) and write k and v
- * to their slots, rounded to nearest even if the cache is of bf16. */
-EXPORT void pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin, void *key_cache,
-                                void *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
-                                int64_t kv_heads, int64_t d, int64_t half, int64_t block_size, int64_t q_stride,
-                                int64_t k_stride, int64_t v_stride, int64_t threads, int64_t bf16) {
+ * to their slots, rounded to nearest even if the cache is of bf16. Returns -1, or, having done nothing, the index of a
+ * slot outside of the cache's ``blocks``. */
+EXPORT int64_t pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin,
+                                   void *key_cache,
+                                   void *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
+                                   int64_t kv_heads, int64_t d, int64_t half, int64_t block_size, int64_t blocks,
+                                   int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t threads,
+                                   int64_t bf16) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] < 0 || slots[t] >= blocks * block_size) return t;
     rotary_job job = {q, k, v, cos, sin, key_cache, value_cache, slots, tokens, heads,
                       kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16};
     int64_t work = tokens * (heads + 4 * kv_heads) * d;
     pb_parallel(rotary_item, &job, tokens, work < 8 * FLOATS_PER_ITEM ? 1 : (int)threads);
+    return -1;
 }
 
 /* Copy whole blocks of ``size`` bytes each; pairs are (source, destination). */

@@ -83,9 +83,30 @@ static void join_region(int index) {
         }
 }
 
+#if defined(__SSE__)
+static const uint64_t DEFAULT_ARITHMETIC = 0x1f80, CONTROLS = 0xffc0; /* the rest are flags of what has happened */
+#else
+static const uint64_t DEFAULT_ARITHMETIC = 0, CONTROLS = ~(uint64_t)0;
+#endif
+
+/* How this thread rounds and whether it flushes denormal numbers to zero. A process can set that for its threads, and
+ * new ones inherit it; kernels run with what the processor starts with. Returns what was set before. */
+static uint64_t set_arithmetic(uint64_t wanted) {
+    uint64_t before = wanted;
+#if defined(__SSE__)
+    before = __builtin_ia32_stmxcsr();
+    if ((before ^ wanted) & CONTROLS) __builtin_ia32_ldmxcsr((uint32_t)wanted);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    if ((before ^ wanted) & CONTROLS) __asm__ volatile("msr fpcr, %0" : : "r"(wanted));
+#endif
+    return before;
+}
+
 static void *worker(void *argument) {
     int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
+    set_arithmetic(DEFAULT_ARITHMETIC);
     for (;;) {
         int64_t began = now_ns();
         int spinning = 1;
@@ -141,7 +162,7 @@ static void judge(int64_t mine, int64_t busy, int64_t waited) {
     pool.rest_until = now_ns() + (rest < MAX_REST_NS ? rest : MAX_REST_NS);
 }
 
-void pb_parallel(pb_task task, const void *context, int64_t items, int threads) {
+static void run_region(pb_task task, const void *context, int64_t items, int threads) {
     if (threads > items) threads = (int)items;
     if (threads < 2 || pthread_mutex_trylock(&pool.busy)) {
         for (int64_t i = 0; i < items; i++) task(context, i);
@@ -175,6 +196,12 @@ void pb_parallel(pb_task task, const void *context, int64_t items, int threads) 
     }
     judge(mine, closed - began, waited);
     pthread_mutex_unlock(&pool.busy);
+}
+
+void pb_parallel(pb_task task, const void *context, int64_t items, int threads) {
+    uint64_t before = set_arithmetic(DEFAULT_ARITHMETIC);
+    run_region(task, context, items, threads);
+    set_arithmetic(before);
 }
 
 void *pb_thread_memory(int use, int64_t bytes) {

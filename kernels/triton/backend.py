@@ -94,7 +94,9 @@ class TritonKernels(Kernels):
         if biases is not None and any(b is not None for b in biases):
             bias = torch.cat(
                 [
-                    torch.zeros(w.shape[0]) if b is None else b.to("cpu", torch.float32)
+                    torch.zeros(w.shape[0], dtype=torch.float32, device="cpu")
+                    if b is None
+                    else b.detach().to("cpu", torch.float32)
                     for w, b in zip(weights, biases)
                 ]
             ).to(self.device)
@@ -186,8 +188,12 @@ class TritonKernels(Kernels):
         dtype: torch.dtype = torch.float32,
     ) -> list[LayerCache]:
         """KV cache on the device; nothing in it is initialised."""
-        with self.device:
-            return super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
+        keys = (num_blocks, num_kv_heads, head_dim, block_size)
+        values = (num_blocks, num_kv_heads, block_size, head_dim)
+        return [
+            LayerCache(*(torch.empty(shape, dtype=dtype, device=self.device) for shape in (keys, values)))
+            for _ in range(num_layers)
+        ]
 
     # --- beyond the contract: what only a device runner asks for --------------------------------------------------
 

@@ -234,7 +234,7 @@ class Launcher:
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
     """int64 on the device, without waiting for what runs there."""
-    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 

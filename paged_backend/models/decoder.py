@@ -95,7 +95,7 @@ class Decoder:
             last = i + 1 == len(self.layers)
             if last:
                 if logit_rows.numel() == 0:
-                    return torch.empty(0, spec.vocab_size)
+                    return torch.empty(0, spec.vocab_size, dtype=torch.float32, device=kernels.device)
                 # keys and values are all written: only rows that need logits go on
                 hidden, residual = hidden[logit_rows], residual[logit_rows]
             hidden = kernels.linear(hidden, layer.out)

@@ -21,11 +21,12 @@ from torch import Tensor
 from paged_backend.models.spec import RopeSpec
 
 _CHUNK = 1024
+_CPU = torch.device("cpu")
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     """Frequencies float32 [R/2] and the multiplier of cos and sin, for sequences up to max_model_len."""
-    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=_CPU) / spec.dim
     if spec.rope_type == "default":
         return 1.0 / spec.theta**exponents, 1.0
     if spec.rope_type == "linear":
@@ -38,7 +39,9 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, flo
         return _yarn(spec, spec.theta**exponents), _yarn_attention_factor(spec)
     if spec.rope_type == "longrope":
         long = max_model_len > spec.original_max_position
-        factors = torch.tensor(spec.long_factor if long else spec.short_factor, dtype=torch.float32)
+        factors = torch.tensor(
+            spec.long_factor if long else spec.short_factor, dtype=torch.float32, device=_CPU
+        )
         return 1.0 / (factors * spec.theta**exponents), _longrope_attention_factor(spec)
     raise ValueError(f"unknown rope type {spec.rope_type!r}")
 
@@ -70,7 +73,7 @@ def _yarn(spec: RopeSpec, period: Tensor) -> Tensor:
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32, device=_CPU) - low) / (high - low or 0.001)
     interpolate = ramp.clamp(0, 1)
     return 1.0 / (spec.factor * period) * interpolate + 1.0 / period * (1 - interpolate)
 
@@ -104,8 +107,8 @@ class RotaryEmbedding:
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
         self.inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
-        self._cos = torch.empty(0, spec.dim // 2)
-        self._sin = torch.empty(0, spec.dim // 2)
+        self._cos = torch.empty(0, spec.dim // 2, dtype=torch.float32, device=_CPU)
+        self._sin = torch.empty(0, spec.dim // 2, dtype=torch.float32, device=_CPU)
         self._complete = False
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,4 +135,5 @@ class RotaryEmbedding:
             self._sin = torch.cat([self._sin, *(a.sin() * self.attention_factor for a in angles)])
 
     def _angles(self, start: int) -> Tensor:
-        return torch.arange(start, start + _CHUNK, dtype=torch.float32)[:, None] * self.inv_freq
+        positions = torch.arange(start, start + _CHUNK, dtype=torch.float32, device=_CPU)
+        return positions[:, None] * self.inv_freq

@@ -187,7 +187,7 @@ class DeviceRunner(Runner):
         if tokens.device.type == "cpu":
             ids = tokens.tolist()
             return lambda: ids
-        host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
+        host = torch.empty(len(tokens), dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

@@ -22,7 +22,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned = device.type == "cuda"
-        self._hosts: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._hosts: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if self._pinned else []
         self._turn = 0
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
@@ -60,7 +60,9 @@ class Staging:
         if self._pinned:
             self._copied[self._turn].synchronize()  # two steps ago: done long since
         if len(self._hosts[self._turn]) < size:
-            self._hosts[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._hosts[self._turn] = torch.empty(
+                2 * size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
         return self._hosts[self._turn]
 
 

@@ -125,6 +125,22 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
             assert torch.equal(kernels.linear(x[start : start + m], packed), whole[start : start + m]), m
 
 
+def test_denormal_numbers_are_kept_whatever_the_thread_does_with_them(
+    kernels: CpuKernels, threads: Callable[[int], None]
+) -> None:
+    packed = kernels.pack_linear([torch.full((205, 1200), 1e-21)], dtype="float32")
+    x = torch.full((300, 1200), 1e-21)
+    threads(2)
+    expected = kernels.linear(x, packed)
+    assert 0 < expected[0, 0] < torch.finfo(torch.float32).tiny
+    torch.set_flush_denormal(True)
+    try:
+        found = kernels.linear(x, packed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)
+
+
 def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
     exact = torch.randn(64, 40).bfloat16()
     assert kernels.pack_linear([exact]).dtype == "bfloat16"

@@ -14,14 +14,17 @@ NAME = "paged_backend"
 def is_causal_window(rule: Any, window: int | None) -> bool:
     """Whether a mask function of transformers is the causal mask, limited to ``window`` tokens if one is given."""
     reach = window or 1000
-    queries = torch.tensor([0, 1, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 1, 5 * reach + 3])
+    zero = torch.tensor(0, device="cpu")
+    queries = torch.tensor(
+        [0, 1, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 1, 5 * reach + 3], device="cpu"
+    )
     try:
         for query in queries:
             for back in (-1, 0, 1, reach - 1, reach, reach + 1, 2 * reach):
                 key = query - back
                 if key < 0:
                     continue
-                seen = bool(rule(torch.tensor(0), torch.tensor(0), query, key))
+                seen = bool(rule(zero, zero, query, key))
                 if seen != (back >= 0 and (window is None or back < window)):
                     return False
     except (IndexError, RuntimeError, TypeError, AttributeError):  # it looks positions up in some table
@@ -49,7 +52,7 @@ def _attention(
 
 def _mask(*, mask_function: Any, local_size: int | None = None, **options: Any) -> Tensor:
     """No mask is needed; a stand-in carries the rule that a real one would follow to the attention function."""
-    stand_in = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    stand_in = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device="cpu")
     stand_in.paged_rule = (mask_function, local_size)  # type: ignore[attr-defined]
     return stand_in
 

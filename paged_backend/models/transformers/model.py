@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class TransformersModel:
         caches: Sequence[LayerCache],
     ) -> Tensor:
         """One step over a flat batch -> logits float32 [R, vocab]; arguments as in ``Decoder.forward``."""
-        no_rotation = torch.empty(len(input_ids), 0, device=input_ids.device)
+        no_rotation = torch.empty(len(input_ids), 0, dtype=torch.float32, device=input_ids.device)
         self._step = _Step(self.kernels.plan(attention), caches, attention.slot_mapping, no_rotation)
         try:
             options = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
@@ -145,7 +146,8 @@ class TransformersModel:
     def _ids(self) -> Tensor:
         """Token ids [2, 12] to observe the module with."""
         vocab = self.module.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocab, (2, 12), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        ids = torch.randint(0, vocab, (2, 12), generator=generator, dtype=torch.int64, device="cpu")
         return ids.to(self.kernels.device)
 
     @torch.inference_mode()
@@ -247,8 +249,8 @@ class TransformersModel:
             self.kernels.dtype,
         )
         tables = [
-            torch.tensor([3, 1, 6], dtype=torch.int32).numpy(),
-            torch.tensor([2, 7, 4], dtype=torch.int32).numpy(),
+            np.array([3, 1, 6], np.int32),
+            np.array([2, 7, 4], np.int32),
         ]
         got: list[list[Tensor]] = [[], []]
         for spans in (((0, 5), (0, total)), ((5, total), None)):
