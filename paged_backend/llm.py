@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paged_backend.engine.inputs import Prompt, as_prompts
 from paged_backend.engine.registry import get_engine
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import BatchError, EngineClosedError, RequestRejectedError
+from paged_backend.neutral import without_neutral
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.toolcalls.chat import prepare_chat
+from paged_backend.vllm_options import CALL
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -21,7 +24,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Generate text for many prompts at once.
 
-    model: a folder, a hub id, a .gguf file or ``demo``. engine_options: fields of ``EngineConfig``. The engine is
+    model: a folder, a hub id, a .gguf file or ``demo``. engine_options: fields of ``EngineConfig``, or vLLM's options
+    where they ask for what is done anyway (others are refused by name). The engine is
     shared with everybody in this process who names the same model; ``close``, ``with`` or dropping the object gives it
     up.
     """
@@ -39,28 +43,44 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Continue every prompt; results come in the order of the prompts.
 
-        prompts: text, token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of these.
-        sampling_params: one for all, or one for each. use_tqdm: draw a progress bar.
+        prompts: text, token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of these; or none, and
+        prompt_token_ids. sampling_params: one for all, or one for each. priority: the same, instead of theirs.
+        use_tqdm: draw a progress bar, by tqdm or by a class like it. lora_request and vllm_options: vLLM's other
+        options, where they ask for nothing.
 
         Raises :class:`RequestRejectedError` naming the first prompt that could never run, before any runs; after
         all have ended :class:`BatchError` if some failed, with every result in its ``outputs``.
         """
         self._ensure_open()
-        items = as_prompts(prompts)
+        _check_call({"lora_request": lora_request, **vllm_options})
+        if (prompts is None) == (prompt_token_ids is None):
+            raise TypeError("give prompts or prompt_token_ids")
+        items = as_prompts(prompt_token_ids if prompts is None else prompts)
         params = _one_each(sampling_params, len(items))
+        if priority is not None:
+            ranks = [priority] * len(items) if isinstance(priority, int) else list(priority)
+            if len(ranks) != len(items):
+                raise ValueError(f"{len(ranks)} priorities for {len(items)} prompts: give one, or one each")
+            params = [replace(one, priority=rank) for one, rank in zip(params, ranks)]
         return self._gather(self.engine.submit_many(items, params), use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
         *,
         tools: Sequence[Any] | None = None,
         tool_choice: Any = None,
@@ -70,15 +90,17 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of ``{"role", "content"}``) or a list of them, by the model's chat template.
 
         tools: in OpenAI's form, or documented functions; a template that knows of none has them explained to it, and
         calls that are begun are valid ones. Calls stand in the outputs' text: ``paged_backend.toolcalls.parse_reply``
-        reads them. tool_choice, parallel_tool_calls, response_format: as in OpenAI's API.
+        reads them. tool_choice, parallel_tool_calls, response_format: as in OpenAI's API. The rest: as in ``generate``.
         """
         self._ensure_open()
+        _check_call({"lora_request": lora_request, **vllm_options})
         single = bool(messages) and isinstance(messages, Sequence) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         for conversation in conversations:
@@ -103,14 +125,19 @@ class LLM:
             )
             for conversation, params in zip(conversations, _one_each(sampling_params, len(conversations)))
         ]
-        return self.generate(
-            [call.prompt for call in calls], [call.params for call in calls], use_tqdm=use_tqdm
-        )
+        prompts, params = [call.prompt for call in calls], [call.params for call in calls]
+        return self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority)
 
-    def _gather(self, handles: list[RequestHandle], use_tqdm: bool) -> list[RequestOutput]:
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request that says nothing is sampled with: the model's own defaults."""
+        return SamplingParams().resolved(self.engine.generation_config)
+
+    def _gather(
+        self, handles: list[RequestHandle], use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         try:
             if use_tqdm:
-                self._watch(handles)
+                self._watch(handles, use_tqdm)
             outputs = [handle.wait() for handle in handles]
         finally:
             for handle in handles:  # no effect on finished ones; on Ctrl-C nothing goes on in the background
@@ -124,12 +151,15 @@ class LLM:
             ) from failed[0].error
         return outputs
 
-    def _watch(self, handles: list[RequestHandle], interval: float = 0.2) -> None:
+    def _watch(
+        self, handles: list[RequestHandle], use_tqdm: bool | Callable[..., Any], interval: float = 0.2
+    ) -> None:
         """Progress bar: requests done, tokens per second, KV memory in use."""
         from tqdm import tqdm
 
         start = time.monotonic()
-        with tqdm(total=len(handles), desc="requests", unit="req", dynamic_ncols=True) as bar:
+        made: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
+        with made(total=len(handles), desc="requests", unit="req", dynamic_ncols=True) as bar:
             pending = handles
             while pending:
                 with contextlib.suppress(TimeoutError):
@@ -167,3 +197,9 @@ def _one_each(
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one each")
     return params
+
+
+def _check_call(given: Mapping[str, Any]) -> None:
+    """Raise for an option of vLLM's calls that asks for something, ValueError, and for one nobody knows, TypeError."""
+    for name in without_neutral(given, CALL):
+        raise TypeError(f"unknown option {name!r}")

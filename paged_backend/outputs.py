@@ -48,6 +48,10 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def lora_request(self) -> None:
+        """Of vLLM's outputs; there are no adapters here."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -76,3 +80,9 @@ class RequestOutput:
     """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
     metrics: RequestMetrics | None = None
     error: Exception | None = None
+
+    @property
+    def lora_request(self) -> None:
+        """Of vLLM's outputs; there are no adapters here, nor the two prompts of an encoder."""
+
+    encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = lora_request

@@ -37,7 +37,7 @@ FLOORS = """
     text
     checkpoints
     batch
-    cache sampling_params
+    cache sampling_params vllm_options
     constrain
     kernels.select
     kernels.cpu kernels.triton

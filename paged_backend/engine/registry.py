@@ -15,6 +15,7 @@ from paged_backend.engine.engine import Engine, OpenModel
 from paged_backend.engine.factory import build_engine
 from paged_backend.engine.identity import WEIGHT_OPTIONS, weights_key
 from paged_backend.errors import EngineClosedError
+from paged_backend.vllm_options import own_options
 
 
 class EngineRegistry:
@@ -146,7 +147,10 @@ def get_engine(model: str, *, share: bool = True, **options: Any) -> Engine:
     pass ``share=False``. Every option that is named is honoured: if the model is open with another value, ValueError is
     raised. Each caller has a use of its own, given up by ``close``, by ``with``, or by dropping it; with the last one
     the model is closed.
+
+    Options of vLLM's ``LLM`` are taken by its names, too, where they ask for what is done anyway (``vllm_options``).
     """
+    options = own_options(options)
     config = EngineConfig.from_options(model, **options)
     return _registry.get(config, frozenset(options)) if share else build_engine(config)
 
