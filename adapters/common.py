@@ -14,7 +14,7 @@ from typing import Any
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.registry import get_engine, leave_engine
 from paged_backend.engine.stream import RequestHandle
-from paged_backend.outputs import CompletionOutput, RequestOutput
+from paged_backend.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_backend.sampling_params import SamplingParams
 
 SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {
@@ -150,6 +150,5 @@ def openai_logprobs(completion: CompletionOutput, top: int | None) -> list[dict[
     return content
 
 
-def _logprob(item: Any) -> dict[str, Any]:
-    text = item.decoded_token or ""
-    return {"token": text, "logprob": item.logprob, "bytes": list(text.encode())}
+def _logprob(item: Logprob) -> dict[str, Any]:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.utf8)}

@@ -13,6 +13,24 @@ class Logprob:
     rank: int | None = None
     """1 for the most likely token of the vocabulary."""
     decoded_token: str | None = None
+    """Its text; parts of characters are U+FFFD."""
+    token_bytes: bytes | None = field(default=None, compare=False, repr=False)
+    """Where they are other than those of ``decoded_token``."""
+
+    @property
+    def utf8(self) -> bytes:
+        """The token's own bytes; those of the tokens of a text, joined, are the text."""
+        return (self.decoded_token or "").encode() if self.token_bytes is None else self.token_bytes
+
+    @property
+    def token(self) -> str:
+        """Its text, or ``bytes:\\xe4\\xbd`` where that is only a part of a character."""
+        if self.token_bytes is None:
+            return self.decoded_token or ""
+        try:
+            return self.token_bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)

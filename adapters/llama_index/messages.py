@@ -98,8 +98,12 @@ def logprobs_of(completion: CompletionOutput) -> list[list[LogProb]] | None:
         return None
     rows = []
     for entry in completion.logprobs:
-        texts = [(item.decoded_token or "", item.logprob) for item in entry.values()]
-        rows.append([LogProb(token=text, logprob=value, bytes=list(text.encode())) for text, value in texts])
+        rows.append(
+            [
+                LogProb(token=item.token, logprob=item.logprob, bytes=list(item.utf8))
+                for item in entry.values()
+            ]
+        )
     return rows
 
 

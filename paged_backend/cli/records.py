@@ -63,4 +63,4 @@ def _position(token: int, entry: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def _logprob(token: int, value: Logprob) -> dict[str, Any]:
-    return {"token_id": token, "token": value.decoded_token, "logprob": value.logprob, "rank": value.rank}
+    return {"token_id": token, "token": value.token, "logprob": value.logprob, "rank": value.rank}

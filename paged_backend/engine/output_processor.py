@@ -193,13 +193,16 @@ class CompletionState:
 def logprob_dict(sampled: Sampled, tokenizer: Decoder | None) -> dict[int, Logprob]:
     """{token id: Logprob} of one position: the sampled (or given) token first, then the most likely ones."""
 
-    def decoded(token: int) -> str | None:
-        return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+    def make(token: int, logprob: float, rank: int | None) -> Logprob:
+        if tokenizer is None:
+            return Logprob(logprob, rank)
+        text, own = tokenizer.decode([token], skip_special_tokens=False), tokenizer.token_bytes(token)
+        return Logprob(logprob, rank, text, None if own == text.encode() else own)
 
     entry: dict[int, Logprob] = {}
     if sampled.logprob is not None:
-        entry[sampled.token_id] = Logprob(sampled.logprob, sampled.rank, decoded(sampled.token_id))
+        entry[sampled.token_id] = make(sampled.token_id, sampled.logprob, sampled.rank)
     for token, logprob, rank in sampled.top or ():
         if token not in entry:
-            entry[token] = Logprob(logprob, rank, decoded(token))
+            entry[token] = make(token, logprob, rank)
     return entry

@@ -97,8 +97,15 @@ def prompt_logprobs_from_wire(wire: list[Any]) -> list[dict[int, Logprob] | None
 
 
 def _entry_to_wire(entry: Mapping[int, Logprob]) -> list[list[Any]]:
-    return [[token, item.logprob, item.rank, item.decoded_token] for token, item in entry.items()]
+    return [
+        [token, item.logprob, item.rank, item.decoded_token]
+        + ([] if item.token_bytes is None else [item.token_bytes.hex()])
+        for token, item in entry.items()
+    ]
 
 
 def _entry_from_wire(wire: list[list[Any]]) -> dict[int, Logprob]:
-    return {token: Logprob(logprob, rank, text) for token, logprob, rank, text in wire}
+    return {
+        token: Logprob(logprob, rank, text, bytes.fromhex(own[0]) if own else None)
+        for token, logprob, rank, text, *own in wire
+    }

@@ -26,6 +26,10 @@ class Decoder(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that a token stands for, maybe only a part of a character."""
+        ...
+
     def overlaps_special(self, text: str) -> bool:
         """Whether ``text`` may lie, in whole or in part, in that of a special token."""
         ...

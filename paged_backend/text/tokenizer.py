@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.text.stop_strings import overlap
+from paged_backend.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -53,6 +54,7 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._compiled: dict[str, ChatTemplate] = {}
+        self._token_bytes: TokenBytes | None = None
         self._special_texts: list[str] | None = None
         self._overlapping: dict[str, bool] = {}
 
@@ -82,6 +84,12 @@ class Tokenizer:
     def id_to_token(self, index: int) -> str | None:
         """The vocabulary's spelling of an id, None if there is none."""
         return self.backend.id_to_token(index) if index >= 0 else None
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that a token stands for, maybe only a part of a character; b"" for unknown ids."""
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self.backend)
+        return self._token_bytes(index)
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)

@@ -39,6 +39,9 @@ class CharTokenizer:
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if not (skip_special_tokens and i < 32))
 
+    def token_bytes(self, index):
+        return self.decode([index], skip_special_tokens=False).encode()
+
     def overlaps_special(self, text):
         return any(ord(c) < 32 for c in text)
 

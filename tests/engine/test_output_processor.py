@@ -23,6 +23,9 @@ class Bytes:
         parts = {EOS: b"" if skip_special_tokens else b"</s>", WORD: b"one two three"}
         return b"".join(parts.get(i, bytes([i % 256])) for i in ids).decode(errors="replace")
 
+    def token_bytes(self, index):
+        return b"one two three" if index == WORD else b"</s>" if index == EOS else bytes([index % 256])
+
     def overlaps_special(self, text):
         return overlap(text, "</s>")
 
@@ -296,3 +299,14 @@ def test_min_tokens_holds_for_stop_strings_that_are_special_tokens():
     state = make_state(stop_ids=(), stop=["</s>"], min_tokens=2)
     assert run(state, [EOS, ord("a"), EOS, ord("b")])[0] == 3
     assert state.text == "a"
+
+
+def test_logprobs_have_the_true_bytes_of_parts_of_characters():
+    state = make_state(logprobs=2)
+    data = "é".encode()
+    for i in data:
+        state.append(token(i, top=[i, 0xFF]))
+    entries = state.snapshot().logprobs
+    assert [entry[i].utf8 for entry, i in zip(entries, data)] == [b"\xc3", b"\xa9"]
+    assert [item.token for item in entries[0].values()] == ["bytes:\\xc3", "bytes:\\xff"]
+    assert {item.decoded_token for item in entries[0].values()} == {"\ufffd"}

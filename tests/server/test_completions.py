@@ -153,3 +153,39 @@ def test_tokenize_and_detokenize_are_inverse(server):
     outside = server.post("/detokenize", {"tokens": [5, 300]})
     assert outside.status_code == 400
     assert outside.json()["error"]["param"] == "tokens"
+
+
+def test_parts_of_characters_have_their_own_bytes_and_names(server):
+    text = "🌶é"
+    form = {"structured_outputs": {"choice": [text]}}
+    chat = server.client().chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        logprobs=True,
+        top_logprobs=5,
+        extra_body=form,
+    )
+    items = chat.choices[0].logprobs.content
+    joined = b"".join(bytes(item.bytes) for item in items)
+    assert joined.removesuffix(b"</s>") == text.encode()
+    assert items[0].token == "bytes:\\xf0"
+    answer = (
+        server.client().completions.create(model="tiny", prompt="x", logprobs=5, extra_body=form).choices[0]
+    )
+    assert answer.text == text
+    for token, top in zip(answer.logprobs.tokens, answer.logprobs.top_logprobs):
+        assert token in top
+        assert len(top) >= 5
+    assert answer.logprobs.tokens[:2] == ["bytes:\\xf0", "bytes:\\x9f"]
+
+
+def test_tokens_that_are_spelled_alike_keep_their_own_entries():
+    from paged_backend.outputs import Logprob
+    from paged_backend.server.wire.logprobs import CompletionLogprobs
+    from paged_backend.testing import small_tokenizer
+
+    tokenizer = small_tokenizer()
+    entry = {7: Logprob(-1.0, 2, "a"), 5: Logprob(-0.5, 1, "a"), 9: Logprob(-3.0, 3, "b")}
+    made = CompletionLogprobs(tokenizer, [], False, True).add([7], [entry], 3)
+    assert made.top_logprobs == [{"token_id:5": -0.5, "a": -1.0, "b": -3.0}]
+    assert made.tokens == ["a"]

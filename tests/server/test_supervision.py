@@ -194,3 +194,14 @@ def test_params_cross_the_line_unchanged():
     assert params_to_wire(SamplingParams()) == {}
     with pytest.raises(ValueError, match="logits_processors"):
         params_to_wire(SamplingParams(logits_processors=[lambda a, b, c: c]))
+
+
+def test_bytes_of_parts_of_characters_cross_to_another_process():
+    from paged_backend.outputs import Logprob
+    from paged_backend.remote.protocol import output_from_wire
+
+    entry = {7: Logprob(-1.0, 2, "\ufffd", b"\xf0\x9f"), 5: Logprob(-0.5, 1, "a")}
+    wire = unpack(pack({"o": output_to_wire(CompletionOutput(0, "", [7], logprobs=[entry]))})[4:])
+    found = output_from_wire(wire["o"]).logprobs[0]
+    assert found == entry
+    assert [item.token_bytes for item in found.values()] == [b"\xf0\x9f", None]

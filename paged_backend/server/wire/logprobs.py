@@ -22,7 +22,7 @@ def finite(logprob: float) -> float:
 
 
 def spelled(token: int, item: Logprob, as_ids: bool) -> str:
-    return f"token_id:{token}" if as_ids else (item.decoded_token or "")
+    return f"token_id:{token}" if as_ids else item.token
 
 
 def chat_logprobs(
@@ -34,18 +34,18 @@ def chat_logprobs(
         listed = list(entry.items())
         token, sampled = listed[0]
         likely = sorted(listed, key=lambda pair: pair[1].rank or 0)[: _slice_end(count)]
-        text = spelled(token, sampled, as_ids)
         top = [
             TopLogprob(
-                token=(name := spelled(other, item, as_ids)),
-                logprob=finite(item.logprob),
-                bytes=list(name.encode()),
+                token=spelled(other, item, as_ids), logprob=finite(item.logprob), bytes=list(item.utf8)
             )
             for other, item in likely
         ]
         items.append(
             ChatCompletionTokenLogprob(
-                token=text, logprob=finite(sampled.logprob), bytes=list(text.encode()), top_logprobs=top
+                token=spelled(token, sampled, as_ids),
+                logprob=finite(sampled.logprob),
+                bytes=list(sampled.utf8),
+                top_logprobs=top,
             )
         )
     return items
@@ -86,10 +86,18 @@ class CompletionLogprobs:
             texts.append(spelled(token, entry[token], self._as_ids))
             values.append(finite(entry[token].logprob))
             likely = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)[: _slice_end(count)]
-            top: dict[str, float] = {}
-            for other, item in [*likely, (token, entry[token])]:  # the token itself is always listed
-                top.setdefault(spelled(other, item, self._as_ids), finite(item.logprob))
-            tops.append(top)
+            # the token itself is always listed, and under its own name
+            listed = {token: entry[token], **dict(likely)}
+            names = {texts[-1]: token}
+            for other, item in likely:
+                if names.setdefault(spelled(other, item, self._as_ids), other) != other:
+                    names[f"token_id:{other}"] = other  # two tokens that are spelled alike
+            tops.append(
+                {
+                    name: finite(listed[other].logprob)
+                    for name, other in sorted(names.items(), key=lambda pair: listed[pair[1]].rank or 0)
+                }
+            )
         return logprobs
 
 
