@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks import figure
 from benchmarks.compare import commands as compare
 from benchmarks.compare import pipeline_command as pipeline
 from benchmarks.device import commands as device
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=SETTINGS,
 )
-for part in (compare, pipeline, memory, parts, device):
+for part in (compare, pipeline, memory, parts, device, figure):
     part.register(app)
 for command in app.registered_commands:
     if command.callback is not None:
