@@ -12,6 +12,7 @@ from typing import Any
 
 from paged_backend.constrain.options import StructuredOutputs
 from paged_backend.neutral import FLAG, Neutral, label, never, only, without_neutral
+from paged_backend.token_ids import as_token_ids
 
 
 class RequestOutputKind(enum.Enum):
@@ -288,14 +289,12 @@ def _int(name: str, value: Any, low: int | None) -> None:
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     _check(name, value is None or isinstance(value, (str, Iterable)), "a string or a list of strings", value)
-    items = (value,) if isinstance(value, str) else tuple(value or ())
+    items = (value,) if isinstance(value, str) else tuple(() if value is None else value)
     _check(name, all(isinstance(s, str) and s for s in items), "non-empty strings", value)
     return items
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    _check(name, value is None or isinstance(value, Iterable), "a list of token ids", value)
-    items = tuple(value or ())
-    good = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items)
-    _check(name, good, "token ids >= 0", value)
+    items = () if value is None else tuple(as_token_ids(value, name))
+    _check(name, all(index >= 0 for index in items), "token ids >= 0", value)
     return items

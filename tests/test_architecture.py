@@ -42,7 +42,7 @@ FLOORS = """
     kernels.select
     kernels.cpu kernels.triton
     kernels
-    logs
+    logs token_ids
     notices config errors machine
     outputs neutral
 """

@@ -7,28 +7,42 @@ from typing import Any
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.token_ids import as_token_ids, is_number, plain
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` (with both, the text is only shown)."""
+"""Text, token ids (a list, tuple, array or tensor of one dimension), or ``{"prompt": text}`` /
+``{"prompt_token_ids": ids}`` (with both, the text is only shown)."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or a sequence of prompts -> list. A flat sequence of ints is one prompt of token ids."""
+    """One prompt or a sequence of prompts -> list.
+
+    A flat sequence of ids is one prompt, whatever it is made of; each row of two dimensions is one. Raises
+    :class:`RequestRejectedError` for what is neither.
+    """
+    prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)):
         raise RequestRejectedError("a prompt must be text, got bytes: decode them first")
     try:
-        items = list(prompts)
+        items = [plain(item) for item in prompts]
     except TypeError:
         raise RequestRejectedError(
             f"prompts must be text, token ids, a dict or a list of these, got {type(prompts).__name__}"
         ) from None
-    if items and all(_is_id(item) for item in items):
-        return [[int(item) for item in items]]
-    return items
+    numbers = [place for place, item in enumerate(items) if is_number(item)]
+    if not numbers:
+        return items
+    if len(numbers) < len(items):
+        other = next(item for item in items if not is_number(item))
+        raise RequestRejectedError(
+            f"prompts must be one list of token ids or a list of prompts, got {items[numbers[0]]!r:.40} beside "
+            f"{other!r:.40}"
+        )
+    return [as_token_ids(items, "token ids of a prompt")]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]]:
@@ -36,12 +50,12 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
     if isinstance(prompt, Mapping):
         unknown = [key for key in prompt if key not in _PROMPT_KEYS]
         if unknown:
+            hint = ": give its input_ids" if unknown[0] == "input_ids" else ""
             raise RequestRejectedError(
-                f"a prompt dict has 'prompt' or 'prompt_token_ids', and this engine knows no {unknown[0]!r}"
+                f"a prompt dict has 'prompt' or 'prompt_token_ids', and this engine knows no {unknown[0]!r}{hint}"
             )
         if prompt.get("prompt_token_ids") is not None:
-            text, prompt = prompt.get("prompt"), prompt["prompt_token_ids"]
-            return text, encode_prompt(prompt, tokenizer)[1]
+            return prompt.get("prompt"), as_token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
         if "prompt" not in prompt:
             raise RequestRejectedError("a prompt dict needs 'prompt' or 'prompt_token_ids'")
         prompt = prompt["prompt"]
@@ -54,19 +68,12 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
                 "the prompt is empty (it encodes to no tokens): give at least one token"
             )
         return prompt, token_ids
-    if (isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))) or hasattr(
-        prompt, "tolist"
-    ):
-        items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        if all(_is_id(item) for item in items):
-            return None, [int(item) for item in items]
+    prompt = plain(prompt)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+        return None, as_token_ids(prompt, "token ids of a prompt")
     raise RequestRejectedError(
         f"a prompt must be text, token ids or a dict with one of them, got {prompt!r:.80}"
     )
-
-
-def _is_id(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
 def check_token_options(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[tuple[int, ...]]:

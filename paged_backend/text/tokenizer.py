@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.errors import RequestRejectedError
 from paged_backend.text.stop_strings import overlap
 from paged_backend.text.token_bytes import TokenBytes
+from paged_backend.token_ids import plain
 
 if TYPE_CHECKING:
     import tokenizers
@@ -79,7 +80,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``, with no clean-up of spaces. Unknown ids yield nothing, broken UTF-8 yields
         U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(plain(ids)), skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, index: int) -> str | None:
         """The vocabulary's spelling of an id, None if there is none."""

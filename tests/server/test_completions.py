@@ -189,3 +189,21 @@ def test_tokens_that_are_spelled_alike_keep_their_own_entries():
     made = CompletionLogprobs(tokenizer, [], False, True).add([7], [entry], 3)
     assert made.top_logprobs == [{"token_id:5": -0.5, "a": -1.0, "b": -3.0}]
     assert made.tokens == ["a"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1.5], [[5, "a"]], [True], [["a"]], [[[5]]], 5, {"a": 1}, ["a", 5], [5, [6]], [-1], [1 << 50]]
+)
+def test_what_is_no_prompt_is_told_in_one_line(server, prompt):
+    error = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}).json()["error"]
+    assert error["param"] == "prompt"
+    assert error["message"] == (
+        "prompt: must be text, a list of token ids (integers from 0 on), or a list of either"
+    )
+
+
+def test_texts_and_token_ids_may_be_mixed(server):
+    answer = server.post(
+        "/v1/completions", {"prompt": ["a", [5, 6]], "max_tokens": 1, "return_token_ids": True}
+    )
+    assert [choice["prompt_token_ids"] for choice in answer.json()["choices"]][1] == [5, 6]

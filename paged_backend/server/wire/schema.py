@@ -5,12 +5,12 @@ Names and defaults are OpenAI's, those of extensions vLLM's. ``null`` means "not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError, from_json
 
 from paged_backend.neutral import Neutral, refusal
 from paged_backend.server.wire import neutral_fields
@@ -110,9 +110,18 @@ class Formed(Body):
     guided_grammar: str | None = None
 
 
+def _told_in_one_line(value: Any, check: Callable[[Any], Any]) -> Any:
+    """What is wrong with a prompt, instead of what keeps it from being each of the forms that one may have."""
+    try:
+        return check(value)
+    except ValidationError:
+        problem = "must be text, a list of token ids (integers from 0 on), or a list of either"
+        raise PydanticCustomError("prompt", problem) from None
+
+
 class CompletionRequest(Sampling, Formed):
     neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.COMPLETION
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Annotated[str | TokenIds | list[str | TokenIds], WrapValidator(_told_in_one_line)]
     max_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="16 by default; 0 only with echo.")
     echo: bool | None = None
     suffix: str | None = Field(
