@@ -6,16 +6,20 @@ import asyncio
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from paged_backend.config import EngineConfig
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.facts import ModelFacts
 from paged_backend.engine.registry import get_engine, leave_engine
 from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_backend.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {
     "output_kind",
@@ -37,6 +41,7 @@ class EngineUses:
         self._lock = threading.Lock()
         self._engines: dict[str, Engine] = {}
         self._opening: dict[str, Future[Engine]] = {}
+        self._facts: dict[str, ModelFacts] = {}
         if self._options.get("share", True):
             weakref.finalize(self, _leave, self._engines)
 
@@ -64,6 +69,21 @@ class EngineUses:
         if opening is mine:
             threading.Thread(target=self._open, args=(model, mine), name="paged_backend-load").start()
         return await asyncio.shield(asyncio.wrap_future(opening))
+
+    async def run(self, model: str, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` in a thread, once ``model`` is open: templates, encoding and grammars take their time."""
+        await self.get_async(model)
+        return await asyncio.to_thread(function, *args)
+
+    def facts(self, model: str) -> ModelFacts:
+        """What is known of ``model`` without opening it."""
+        engine = self.opened(model)
+        if engine is not None:
+            return ModelFacts.of(engine)
+        if model not in self._facts:
+            options = {name: value for name, value in self._options.items() if name != "share"}
+            self._facts[model] = ModelFacts.expected(EngineConfig.from_options(model, **options))
+        return self._facts[model]
 
     def _open(self, model: str, opening: Future[Engine]) -> None:
         try:

@@ -99,8 +99,11 @@ class PagedOptions(BaseModel):
 
     # --- requests ------------------------------------------------------------------------------------------------
 
+    def _name(self, kwargs: Mapping[str, Any]) -> str:
+        return kwargs.get("model") or self.model
+
     def _engine(self, kwargs: Mapping[str, Any]) -> Engine:
-        return self._uses.get(kwargs.get("model") or self.model)
+        return self._uses.get(self._name(kwargs))
 
     def _sampling(self) -> dict[str, Any]:
         names = (

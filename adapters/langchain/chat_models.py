@@ -36,6 +36,7 @@ from paged_backend.adapters.langchain.messages import (
 from paged_backend.adapters.langchain.stream import ReplyChunks
 from paged_backend.adapters.langchain.structured import structured_runnable
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.stream import RequestHandle
 from paged_backend.outputs import RequestOutput
 from paged_backend.toolcalls import CHAT_OPTIONS, ChatCall, chat_prompt, prepare_chat
 
@@ -81,6 +82,22 @@ class ChatPaged(PagedOptions, BaseChatModel):
                 engine.tokenizer, to_dicts(messages), params, chat_template_kwargs=template, **options
             )
 
+    async def _start(
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        stream: bool = False,
+    ) -> tuple[ChatCall, RequestHandle]:
+        """Prepare a conversation and hand it over, beside the event loop."""
+
+        def start() -> tuple[ChatCall, RequestHandle]:
+            engine, call = self._prepare(messages, stop, kwargs, stream)
+            with translated_errors():
+                return call, engine.submit(call.prompt, call.params)
+
+        return await self._uses.run(self._name(kwargs), start)
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -100,9 +117,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine, call = self._prepare(messages, stop, kwargs)
-        with translated_errors():
-            handle = engine.submit(call.prompt, call.params)
+        call, handle = await self._start(messages, stop, kwargs)
         return self._result(call, (await self._await_async([handle]))[0], kwargs)
 
     def _result(self, call: ChatCall, output: RequestOutput, kwargs: Mapping[str, Any]) -> ChatResult:
@@ -154,9 +169,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine, call = self._prepare(messages, stop, kwargs, stream=True)
-        with translated_errors():
-            handle = engine.submit(call.prompt, call.params)
+        call, handle = await self._start(messages, stop, kwargs, stream=True)
         reply = ReplyChunks(call, kwargs.get("model") or self.model)
         deltas = self._deltas_async(handle)
         try:

@@ -43,6 +43,10 @@ class PagedLLM(PagedOptions, BaseLLM):
                 return params, [submit(engine, prompts[0], params)]
             return params, engine.submit_many(prompts, [params] * len(prompts))
 
+    def _submit_one(self, prompt: str, params: SamplingParams, kwargs: Mapping[str, Any]) -> RequestHandle:
+        with translated_errors():
+            return self._engine(kwargs).submit(prompt, params)
+
     def _generate(
         self,
         prompts: list[str],
@@ -73,8 +77,7 @@ class PagedLLM(PagedOptions, BaseLLM):
     ) -> LLMResult:
         if self._streams(prompts, stop, kwargs, run_manager):
             params = self._params(stop, kwargs, stream=True)
-            with translated_errors():
-                handle = self._engine(kwargs).submit(prompts[0], params)
+            handle = await self._uses.run(self._name(kwargs), self._submit_one, prompts[0], params, kwargs)
             parts = []
             async with aclosing(self._deltas_async(handle)) as deltas:
                 async for output in deltas:
@@ -83,7 +86,7 @@ class PagedLLM(PagedOptions, BaseLLM):
                         chunk = _chunk(output, params)
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             return self._result(params, [_joined(parts)], kwargs)
-        params, handles = self._submit(prompts, stop, kwargs)
+        params, handles = await self._uses.run(self._name(kwargs), self._submit, prompts, stop, kwargs)
         return self._result(params, await self._await_async(handles), kwargs)
 
     def _streams(
@@ -121,8 +124,7 @@ class PagedLLM(PagedOptions, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         params = self._params(stop, kwargs, stream=True)
-        with translated_errors():
-            handle = self._engine(kwargs).submit(prompt, params)
+        handle = self._submit_one(prompt, params, kwargs)
         for output in self._deltas(handle):
             chunk = _chunk(output, params)
             if run_manager is not None:
@@ -137,8 +139,7 @@ class PagedLLM(PagedOptions, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         params = self._params(stop, kwargs, stream=True)
-        with translated_errors():
-            handle = self._engine(kwargs).submit(prompt, params)
+        handle = await self._uses.run(self._name(kwargs), self._submit_one, prompt, params, kwargs)
         deltas = self._deltas_async(handle)
         try:
             async for output in deltas:

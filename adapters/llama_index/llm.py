@@ -84,10 +84,11 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Opens the model: its context decides how LlamaIndex cuts and packs texts."""
+        """From the model's config, which is read without opening it: event loops ask for this."""
+        facts = self._uses.facts(self.model)
         return LLMMetadata(
-            context_window=self._engine.max_model_len,
-            num_output=self._params({}).resolved(self._engine.generation_config).max_tokens or 1,
+            context_window=facts.max_model_len,
+            num_output=self._params({}).resolved(facts.generation_config).max_tokens or 1,
             is_chat_model=self._writes_chats or not self._writes_prompts,
             is_function_calling_model=not self._writes_chats,
             model_name=self.model,
@@ -156,7 +157,7 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        call, handle = self._submit_chat(messages, kwargs)
+        call, handle = await self._uses.run(self.model, self._submit_chat, messages, kwargs)
         return self._chat_response(call, await last_output(handle))
 
     @llm_chat_callback()
@@ -179,7 +180,7 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> AsyncGenerator[ChatResponse, None]:
-        call, handle = self._submit_chat(messages, kwargs, stream=True)
+        call, handle = await self._uses.run(self.model, self._submit_chat, messages, kwargs, True)
 
         async def stream() -> AsyncGenerator[ChatResponse, None]:
             reply = ReplyStream(call, self.model)
@@ -225,7 +226,8 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._completion(await last_output(self._submit(prompt, formatted, kwargs)))
+        handle = await self._uses.run(self.model, self._submit, prompt, formatted, kwargs)
+        return self._completion(await last_output(handle))
 
     @llm_completion_callback()
     def stream_complete(
@@ -246,7 +248,7 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> AsyncGenerator[CompletionResponse, None]:
-        handle = self._submit(prompt, formatted, kwargs, stream=True)
+        handle = await self._uses.run(self.model, self._submit, prompt, formatted, kwargs, True)
 
         async def stream() -> AsyncGenerator[CompletionResponse, None]:
             text, tokens = "", 0

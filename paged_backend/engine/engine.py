@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 
 T = TypeVar("T")
+
+_LONG_TEXT = 2000  # characters; takes about a millisecond to encode
 
 
 @dataclass(frozen=True)
@@ -170,11 +173,21 @@ class Engine:
         loop.submit(made, self._lease)
         return [RequestHandle(state, loop.abort, loop.drop) for _, state in made]
 
+    async def submit_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RequestHandle:
+        """:meth:`submit` for an event loop, which goes on while a long text is encoded or a grammar is compiled."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        long = isinstance(text, str) and len(text) > _LONG_TEXT
+        if long or (params is not None and getattr(params, "structured_outputs", None) is not None):
+            return await asyncio.to_thread(self.submit, prompt, params, request_id)
+        return self.submit(prompt, params, request_id)
+
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Submit and stream. Leaving the iteration, or cancelling the task, aborts the request."""
-        handle = self.submit(prompt, params, request_id)
+        handle = await self.submit_async(prompt, params, request_id)
         stream = handle.__aiter__()
         try:
             async for output in stream:

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,10 +119,10 @@ def _loaded(config: EngineConfig, model: Any, checkpoint: Checkpoint, max_model_
     )
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """Folder or .gguf file of what the user named: a path, ``demo``, or a hub id (downloaded on first use).
 
-    A folder of that name wins over a hub id. Raises ModelLoadError.
+    files: patterns of those that are needed. A folder of that name wins over a hub id. Raises ModelLoadError.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -139,7 +140,16 @@ def resolve_model(model: str) -> Path:
         )
     if difflib.get_close_matches(model.lower(), ["demo"], cutoff=0.7):  # no model on the hub has such a name
         raise ModelLoadError(f"there is no model {model!r}: did you mean 'demo'?")
-    return _download(model)
+    return _download(model, files)
+
+
+def load_config(model: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The content of a model's ``config.json`` and ``generation_config.json``. Raises ModelLoadError."""
+    path = resolve_model(model, ("config.json", "generation_config.json"))
+    if path.suffix == ".gguf":
+        checkpoint = load_checkpoint(path)
+        return checkpoint.config, checkpoint.generation_config
+    return _read_configs(path)
 
 
 def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
@@ -158,8 +168,7 @@ def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
         raise ModelLoadError(
             f"{path} is neither a folder nor a .gguf file; give the folder that holds config.json"
         )
-    config = _read_json(path / "config.json", f"{path} has no config.json, so it is not a model folder")
-    generation = path / "generation_config.json"
+    config, generation_config = _read_configs(path)
     sources: dict[str, TensorSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shard, names in _shards(path).items():
@@ -168,10 +177,16 @@ def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
         config=config,
         tensors=sources,
         shapes=shapes,
-        generation_config=_read_json(generation, "") if generation.exists() else {},
+        generation_config=generation_config,
         path=path,
         tokenizer_source=str(path),
     )
+
+
+def _read_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = _read_json(path / "config.json", f"{path} has no config.json, so it is not a model folder")
+    generation = path / "generation_config.json"
+    return config, _read_json(generation, "") if generation.exists() else {}
 
 
 def _shards(path: Path) -> dict[str, list[str]]:
@@ -244,13 +259,13 @@ def _read_json(file: Path, missing: str) -> dict[str, Any]:
     return content
 
 
-def _download(model: str) -> Path:
+def _download(model: str, files: Sequence[str]) -> Path:
     """Fetch a hub repository (weights as safetensors only) or find it in the local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except HFValidationError as error:
         raise ModelLoadError(f"{model!r} is neither an existing path nor a valid hub id: {error}") from error
     except LocalEntryNotFoundError as error:
