@@ -7,7 +7,7 @@ import os
 import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 import typer
 
 from paged_backend.cli.common import complain
+from paged_backend.cli.openai_batch import is_batch_line
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
-_FIELDS = (*KINDS, "params", "id")
+_FIELDS = (*KINDS, "suffix", "params", "id")
 NO_PROMPTS = "no prompts: give them as arguments, with --input, or on stdin"
 LOOKS_LIKE_JSONL = "this looks like JSONL: --format jsonl (--format text runs its lines as prompts)"
 
@@ -27,6 +28,7 @@ class Item:
     """One request as it was given. error: what is wrong with it, then nothing else but its place is to be relied on.
 
     index: its number among the requests. line: its line in the input, None for an argument. id: the caller's own.
+    suffix: what follows the text that is asked for, of a prompt or of token ids.
     """
 
     index: int
@@ -36,6 +38,7 @@ class Item:
     params: Mapping[str, Any] = field(default_factory=dict)
     id: Any = None
     error: str | None = None
+    suffix: str | None = None
 
 
 def from_arguments(prompts: Sequence[str]) -> Iterator[Item]:
@@ -51,19 +54,26 @@ def from_file(path: Path | None, form: str | None) -> Iterator[Item]:
     """
     if form is None and path is not None and path.suffix in (".jsonl", ".ndjson"):
         form = "jsonl"
-    source: Any = nullcontext(sys.stdin.buffer) if path is None or is_stdin(path) else path.open("rb")
-    with source as lines:
+    with open_source(path) as lines:
         yield from _parse(lines, form)
+
+
+def open_source(path: Path | None) -> AbstractContextManager[BinaryIO]:
+    """The lines of a file, or of stdin for None or ``-``."""
+    return nullcontext(sys.stdin.buffer) if path is None or is_stdin(path) else path.open("rb")
 
 
 def is_stdin(path: Path | None) -> bool:
     return path is None or str(path) == "-"
 
 
-def check_source(path: Path | None, form: str | None) -> None:
-    """Refuse before a model is loaded: what cannot be opened, an empty stdin, and JSON that would be run as text."""
-    if form not in (None, "text", "jsonl"):
-        raise typer.BadParameter(f"--format must be text or jsonl, got {form!r}")
+def check_source(path: Path | None, form: str | None) -> str | None:
+    """The form of the input: as it was given, or ``openai`` for a file that begins as a batch of OpenAI's API.
+
+    Refuses before a model is loaded: what cannot be opened, an empty stdin, and JSON that would be run as text.
+    """
+    if form not in (None, "text", "jsonl", "openai"):
+        raise typer.BadParameter(f"--format must be text, jsonl or openai, got {form!r}")
     if path is None or is_stdin(path):
         start = _waiting_input()
         if start == b"":
@@ -83,9 +93,14 @@ def check_source(path: Path | None, form: str | None) -> None:
         if form is None and path.suffix == ".json":
             raise typer.BadParameter(f"{path}: {LOOKS_LIKE_JSONL}")
     by_suffix = path is not None and path.suffix in (".jsonl", ".ndjson")
-    first = (start or b"").lstrip().partition(b"\n")[0]
-    if form is None and not by_suffix and _is_request(first.decode("utf-8-sig", "replace")):
+    first = (start or b"").lstrip().partition(b"\n")[0].decode("utf-8-sig", "replace")
+    if form is None and is_batch_line(_entry(first)):
+        if not by_suffix:
+            raise typer.BadParameter("this looks like a batch of OpenAI's API: --format openai runs it")
+        return "openai"
+    if form is None and not by_suffix and _is_request(first):
         raise typer.BadParameter(LOOKS_LIKE_JSONL)
+    return form
 
 
 def _waiting_input() -> bytes | None:
@@ -98,13 +113,16 @@ def _waiting_input() -> bytes | None:
         return None
 
 
-def _is_request(text: str) -> bool:
-    if not text.startswith("{"):
-        return False
+def _entry(text: str) -> Any:
+    """``text`` as a JSON object, None if it is none."""
     try:
-        entry = json.loads(text)
+        return json.loads(text) if text.startswith("{") else None
     except ValueError:
-        return False
+        return None
+
+
+def _is_request(text: str) -> bool:
+    entry = _entry(text)
     return isinstance(entry, dict) and any(kind in entry for kind in KINDS)
 
 
@@ -143,8 +161,11 @@ def _object(index: int, number: int, text: str) -> Item:
         problem = f"give exactly one of {', '.join(KINDS)}, got {len(given)}"
     elif given == ["prompt"] and not isinstance(entry["prompt"], str):
         problem = "'prompt' must be text; token ids go into 'prompt_token_ids'"
+    elif entry.get("suffix") is not None and (given == ["messages"] or not isinstance(entry["suffix"], str)):
+        problem = "'suffix' must be text, beside a prompt"
     elif not isinstance(entry.get("params") or {}, dict):
         problem = "'params' must be an object of sampling parameters"
     if problem is not None:
         return Item(index, number, id=own_id, error=problem)
-    return Item(index, number, given[0], entry[given[0]], entry.get("params") or {}, own_id)
+    params = entry.get("params") or {}
+    return Item(index, number, given[0], entry[given[0]], params, own_id, suffix=entry.get("suffix"))

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
-import queue
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from paged_backend.cli.arriving import Arriving
 from paged_backend.cli.common import complain, open_engine, orderly_end
 from paged_backend.cli.flags import checked_config, checked_params, sampling_params, with_flags
-from paged_backend.cli.items import NO_PROMPTS, Item, check_source, from_arguments, from_file, is_stdin
+from paged_backend.cli.items import (
+    NO_PROMPTS,
+    Item,
+    check_source,
+    from_arguments,
+    from_file,
+    is_stdin,
+    open_source,
+)
+from paged_backend.cli.openai_batch import lines_of, run_batch
 from paged_backend.cli.records import error_record, result_record
+from paged_backend.text.fim import fill_in
 
 if TYPE_CHECKING:
     from paged_backend.engine.engine import Engine
@@ -34,11 +45,20 @@ def run(
         Path | None,
         typer.Option("--input", "-i", help="File with one request per line; - or nothing for stdin."),
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the results. Default: stdout.")
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of the input: text (a prompt per line) or jsonl. Default: jsonl for files named .jsonl or .ndjson, "
-            "else text, in which lines that look like JSONL are refused."
+            help="Of the input: text (a prompt per line), jsonl or openai (a batch of OpenAI's API). Default: what "
+            "files named .jsonl or .ndjson begin with, else text, in which lines that look like JSON are refused."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of a batch of OpenAI's API: the model's name in its lines; may be repeated. Default: MODEL."
         ),
     ] = None,
     text: Annotated[
@@ -62,7 +82,9 @@ def run(
     """Generate for every prompt; one JSON object per line on stdout, as soon as each request is done.
 
     Prompts are arguments, lines of a text file, or lines of a JSONL file: objects with "prompt", "messages" or
-    "prompt_token_ids", and if wanted "params" (sampling parameters of this line) and "id" (given back).
+    "prompt_token_ids", and if wanted "params" (sampling parameters of this line), "id" (given back) and "suffix" (the
+    text that follows a prompt, for models that fill in the middle); or objects with
+    "custom_id", "url" and "body", a batch of OpenAI's API, which is answered in its form.
     Lines that cannot be run are reported on stderr and as objects with "error"; the exit status is then 1.
     """
     checked_config(model, engine)
@@ -70,17 +92,27 @@ def run(
     if prompts and input is not None:
         raise typer.BadParameter("give prompts as arguments or --input, not both")
     if not prompts:
-        check_source(input, format)
+        format = check_source(input, format)
+        if input is not None and output is not None and output.exists() and input.samefile(output):
+            raise typer.BadParameter(f"--output {output} is the input, which would be lost")
         if input is None and sys.stdin.isatty():
             complain("reading prompts from the terminal, one per line; end with Ctrl-D")
+    if format == "openai":
+        given = {"--text": text, "--chat": chat is not None, "sampling options": sampling, "prompts": prompts}
+        for name in (name for name, value in given.items() if value):
+            raise typer.BadParameter(f"a batch of OpenAI's API says it all in its lines: leave out {name}")
+        _run_openai_batch(model, engine, served_model_name or (), input, output, progress)
+        return
+    if served_model_name:
+        raise typer.BadParameter("--served-model-name is for a batch of OpenAI's API: see --format")
     items = from_arguments(prompts) if prompts else from_file(input, format)
     if text:
         if sampling.get("n", 1) > 1 or len(prompts or ()) > 1:
             raise typer.BadParameter("--text streams the answer of one prompt: give one prompt and n=1")
         if {"logprobs", "prompt_logprobs"} & sampling.keys():
             raise typer.BadParameter("--text has no place for logprobs: leave out --text or the logprobs")
-    with orderly_end(), open_engine(model, engine) as opened:
-        session = _Session(opened, sampling, chat)
+    with orderly_end(), _results(output) as out, open_engine(model, engine) as opened:
+        session = _Session(opened, sampling, chat, out)
         good = session.stream_text(items) if text else session.run(items, progress)
         if not prompts and is_stdin(input) and good and not session.taken:
             complain(NO_PROMPTS)  # a pipe that ended after a while
@@ -89,10 +121,50 @@ def run(
         raise typer.Exit(1)
 
 
-class _Session:
-    """One run: submits items while there is room, prints what has finished."""
+def _run_openai_batch(
+    model: str,
+    engine: Mapping[str, Any],
+    names: Sequence[str],
+    input: Path | None,
+    output: Path | None,
+    progress: bool | None,
+) -> None:
+    from paged_backend.config import EngineConfig
+    from paged_backend.errors import PagedBackendError
 
-    def __init__(self, engine: Engine, sampling: Mapping[str, Any], chat: bool | None) -> None:
+    def write(record: Mapping[str, Any]) -> None:
+        print(json.dumps(record, ensure_ascii=False), file=out, flush=True)
+
+    shown = sys.stderr.isatty() if progress is None else progress
+    config = EngineConfig.from_options(model, **engine)
+    with orderly_end(), _results(output) as out, open_source(input) as source:
+        try:
+            good = run_batch(config, tuple(names), lines_of(source), write, shown)
+        except (PagedBackendError, ValueError, ImportError) as error:
+            hint = (
+                "; batches need: pip install 'paged-backend[server]'"
+                if isinstance(error, ImportError)
+                else ""
+            )
+            complain(f"cannot run the batch on {model!r}: {error}{hint}")
+            raise typer.Exit(1) from error
+    if not good:
+        raise typer.Exit(1)
+
+
+def _results(path: Path | None) -> AbstractContextManager[TextIO]:
+    """Where results go: a file, or stdout for None."""
+    try:
+        return nullcontext(sys.stdout) if path is None else path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
+
+
+class _Session:
+    """One run: submits items while there is room, prints what has finished to ``out``."""
+
+    def __init__(self, engine: Engine, sampling: Mapping[str, Any], chat: bool | None, out: TextIO) -> None:
+        self.out = out
         self.engine = engine
         self.sampling = sampling
         self.chat = engine.tokenizer.chat_template is not None if chat is None else chat
@@ -104,11 +176,13 @@ class _Session:
         if item.error is not None:
             raise ValueError(item.error)
         params = sampling_params({**self.sampling, **item.params})
-        if extra:
-            from dataclasses import replace
-
-            params = replace(params, **extra)
-        return self.engine.submit(self._prompt(item), params)
+        if item.suffix is not None:
+            filling = fill_in(self.engine.tokenizer)
+            prompt: Any = {"prompt_token_ids": filling.encode(item.value, item.suffix)}
+            extra["stop_token_ids"] = [*(params.stop_token_ids or ()), *filling.stop_ids]
+        else:
+            prompt = self._prompt(item)
+        return self.engine.submit(prompt, replace(params, **extra) if extra else params)
 
     def _prompt(self, item: Item) -> Any:
         from paged_backend.toolcalls import chat_prompt
@@ -126,9 +200,8 @@ class _Session:
         complain(f"{place}: {error}")
         self.print(error_record(item, kind, str(error)))
 
-    @staticmethod
-    def print(record: Mapping[str, Any]) -> None:
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+    def print(self, record: Mapping[str, Any]) -> None:
+        print(json.dumps(record, ensure_ascii=False), file=self.out, flush=True)
 
     def stream_text(self, items: Iterator[Item]) -> bool:
         from paged_backend.errors import PagedBackendError
@@ -143,18 +216,18 @@ class _Session:
         self.taken = 1
         try:
             for output in self.submit(first[0], output_kind=RequestOutputKind.DELTA):
-                print(output.outputs[0].text, end="", flush=True)
+                print(output.outputs[0].text, end="", file=self.out, flush=True)
         except (ValueError, TypeError, PagedBackendError) as error:
             complain(str(error))
             return False
-        print()
+        print(file=self.out)
         return True
 
     def run(self, items: Iterator[Item], progress: bool | None) -> bool:
         from paged_backend.errors import PagedBackendError
 
         window = max(1024, 4 * self.engine.config.max_num_seqs)  # enough for the scheduler to choose from
-        arriving = _Arriving(items, window)
+        arriving = Arriving(items, window)
         pending: dict[RequestHandle, Item] = {}
         bar = _Bar(self.engine, sys.stderr.isatty() if progress is None else progress)
         try:
@@ -187,43 +260,6 @@ class _Session:
             for handle in pending:
                 handle.abort()
         return self.good
-
-
-class _Arriving:
-    """Items read ahead in a thread, so that a slow pipe holds up neither the engine nor the results."""
-
-    def __init__(self, items: Iterator[Item], ahead: int) -> None:
-        self._queue: queue.Queue[Item | None] = queue.Queue(ahead)
-        self.ended = False
-        self.failure: Exception | None = None
-        threading.Thread(target=self._read, args=(items,), name="paged_backend-input", daemon=True).start()
-
-    def _read(self, items: Iterator[Item]) -> None:
-        try:
-            for item in items:
-                self._queue.put(item)
-        except OSError as error:
-            self.failure = error
-        finally:
-            self._queue.put(None)
-
-    def take(self, most: int, patience: float | None) -> list[Item]:
-        """What has arrived, at most ``most`` items; waits up to ``patience`` seconds (None: for ever) for the first."""
-        if self.ended or most <= 0:
-            if patience is not None:
-                threading.Event().wait(patience)
-            return []
-        taken: list[Item] = []
-        while len(taken) < most:
-            try:
-                item = self._queue.get(block=not taken, timeout=patience)
-            except queue.Empty:
-                break
-            if item is None:
-                self.ended = True
-                break
-            taken.append(item)
-        return taken
 
 
 class _Bar:

@@ -329,6 +329,23 @@ def test_bad_flags_are_usage_errors_before_the_model_is_opened(arguments, messag
     assert "/nonexistent/model" not in result.stderr
 
 
+def test_the_input_is_not_written_over(tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "jugs"}])
+    result = CliRunner().invoke(
+        app, ["run", "/nonexistent/model", "-i", path, "-o", path], terminal_width=400
+    )
+    assert (result.exit_code, "is the input" in result.stderr) == (2, True)
+    assert (tmp_path / "in.jsonl").read_text("utf-8")
+
+
+def test_a_suffix_needs_a_model_that_fills_in(run, tmp_path):
+    lines = [{"prompt": "a", "suffix": "b"}, {"messages": [], "suffix": "b"}, {"prompt": "jugs"}]
+    found = by_index(run("--input", write_lines(tmp_path / "in.jsonl", lines)))
+    assert "suffix is not supported" in found[0]["error"]["message"]
+    assert "beside a prompt" in found[1]["error"]["message"]
+    assert found[2]["text"]
+
+
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_a_missing_model_ends_with_one_clear_line(command, tmp_path):
     result = CliRunner().invoke(app, [command, str(tmp_path / "nothing" / "here.gguf")], input="hi\n")
