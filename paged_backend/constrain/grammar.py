@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from paged_backend.constrain.closing import ClosingOrder
-from paged_backend.constrain.lark import lark_grammar, lark_text
+from paged_backend.constrain.closing import ClosingOrder, Words
+from paged_backend.constrain.lark import lark_grammar, lark_text, lark_words
 from paged_backend.constrain.options import SchemaRule, StructuredOutputs
-from paged_backend.constrain.regex import to_grammar_regex
+from paged_backend.constrain.regex import regex_words, to_grammar_regex
 from paged_backend.constrain.relax import Unenforced, relax
 from paged_backend.constrain.repair import repair_schema
-from paged_backend.constrain.schema import prepare_schema
+from paged_backend.constrain.schema import prepare_schema, schema_words
 from paged_backend.constrain.state import Closings, GrammarState
 from paged_backend.errors import RequestRejectedError
 
@@ -64,7 +64,9 @@ class GrammarCompiler:
             raise RequestRejectedError(f"structured_outputs cannot be compiled: {_line(start.get_error())}")
         if self._order is None:
             raise RuntimeError("the vocabulary was not opened")
-        return Grammar(start, self._order, self._vocabulary.eos_token)
+        texts = _words(wanted, [schema for _, schema in rules])
+        words = Words([text.encode() for text in texts], self._vocabulary.tokenize_bytes)
+        return Grammar(start, self._order, words, self._vocabulary.eos_token)
 
     def _start(self, wanted: StructuredOutputs, schemas: Sequence[tuple[str, dict[str, Any]]]) -> Any:
         matcher = _llguidance().LLMatcher
@@ -128,8 +130,8 @@ class GrammarCompiler:
 class Grammar:
     """One compiled grammar: a matcher at its start, to be copied, and what its sequences share."""
 
-    def __init__(self, start: Any, order: ClosingOrder, eos: int) -> None:
-        self._closings = Closings(order, eos)
+    def __init__(self, start: Any, order: ClosingOrder, words: Words, eos: int) -> None:
+        self._closings = Closings(order, words, eos)
         self._start = start
         self._lock = threading.Lock()
         self._shortest: list[int] | None = None
@@ -163,6 +165,15 @@ def _rules(wanted: StructuredOutputs) -> Sequence[SchemaRule]:
     if wanted.json is not None:
         return [SchemaRule("start", wanted.json, "structured_outputs.json", wanted.strict)]
     return wanted.schemas
+
+
+def _words(wanted: StructuredOutputs, schemas: Sequence[dict[str, Any]]) -> list[str]:
+    """Texts that the grammar's regexes match."""
+    found = [] if wanted.regex is None else regex_words(wanted.regex)
+    found += lark_words(wanted.grammar or "")
+    for schema in schemas:
+        found += schema_words(schema)
+    return found
 
 
 def _spacing(wanted: StructuredOutputs) -> dict[str, Any]:

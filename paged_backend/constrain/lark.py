@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from paged_backend.constrain.regex import regex_words
 
 # strings, comments, regexes and what comes before an embedded schema: whatever could hide one of the others
 _TOKENS = re.compile(
@@ -19,6 +22,18 @@ def lark_text(text: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"{text!r:.60} has half a surrogate pair, which no text can be held to")
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
+
+
+def lark_words(text: str) -> list[str]:
+    """Texts that the terminals of a Lark grammar match."""
+    found = []
+    for token in _TOKENS.finditer(text):
+        if token["regex"] is not None:
+            found += regex_words(token["regex"])
+        elif token["text"] is not None:
+            with suppress(ValueError):
+                found.append(json.loads(token["text"]))
+    return [word for word in found if word]
 
 
 def lark_grammar(text: str, spacing: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from paged_backend.constrain.words import Alternatives, Piece, words
+
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "a": 0x07}
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xu]\{([0-9a-fA-F]{1,6})\}")
@@ -22,6 +24,7 @@ _GROUPS = {
     "(?>": "an atomic group", "(?P=": "a reference to a group", "(?(": "a condition on a group",
     "(?P>": "a recursive group", "(?R": "a recursive group", "(?&": "a recursive group",
 }  # fmt: skip
+_SAMPLES = {"d": "0", "w": "a", "s": " ", "D": "a", "W": "-", "S": "a"}
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -40,12 +43,24 @@ def to_grammar_regex(pattern: str) -> str:
     return _Translator(pattern).run()
 
 
+def regex_words(pattern: str, at_least: int = 0, at_most: int | None = None) -> list[str]:
+    """Short texts that ``pattern`` (in any dialect) matches as a whole, as good as its structure tells."""
+    translator = _Translator(pattern)
+    try:
+        translator.run()
+    except RegexError:
+        return []
+    return words(translator.regex, at_least, at_most)
+
+
 class _Translator:
     def __init__(self, pattern: str) -> None:
         self.text = pattern
         self.at = 0
         self.flags = frozenset[str]()  # of i, s, u, x
         self.outer: list[frozenset[str]] = []  # flags outside of the groups that are open
+        self.regex: Alternatives = [[]]
+        self.groups = [self.regex]  # those that are open
 
     def run(self) -> str:
         written = []
@@ -71,17 +86,31 @@ class _Translator:
             if not self.outer:
                 raise self.refuse("an unopened ')'")
             self.flags = self.outer.pop()
+            group = self.groups.pop()
+            self._add(group)
             return char
         if char in "*+?":
+            self._repeat(int(char == "+"), 1 if char == "?" else None)
             return char + self._laziness()
         if char == ".":
+            self._add("a")
             return "(?s:.)" if "s" in self.flags else r"[^\n\r\x{2028}\x{2029}]"
         if "x" in self.flags and (char.isspace() or char == "#"):
             if char == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
             return ""
+        if char == "|":
+            self.groups[-1].append([])
         return char if char in "^$|" else self._literal(ord(char))
+
+    def _add(self, node: str | Alternatives) -> None:
+        self.groups[-1][-1].append(Piece(node))
+
+    def _repeat(self, least: int, most: int | None) -> None:
+        sequence = self.groups[-1][-1]
+        if sequence:
+            sequence[-1] = Piece([[sequence[-1]]], least, most)
 
     def _laziness(self) -> str:
         """``?`` after a quantifier changes what is captured, not what matches."""
@@ -97,6 +126,7 @@ class _Translator:
             self.at += 1
             return r"\{"
         self.at = found.end()
+        self._repeat(int(found[1] or 0), int(found[3]) if found[3] else None if found[2] else int(found[1]))
         return f"{{{found[1] or 0}{found[2]}{found[3]}}}{self._laziness()}"
 
     def _group(self) -> str:
@@ -120,6 +150,7 @@ class _Translator:
         else:
             self.at += 1
         self.outer.append(before)
+        self.groups.append([[]])
         return "(?:"
 
     def _set_flags(self, added: str, removed: str) -> None:
@@ -141,6 +172,7 @@ class _Translator:
         value = self._escaped(in_class=False)
         if isinstance(value, int):
             return self._literal(value)
+        self._add(_SAMPLES.get(value[1:], "a"))
         if value[1:] in _ASCII and "u" not in self.flags:
             return f"[{_ASCII[value[1:]]}]"
         return value
@@ -178,6 +210,7 @@ class _Translator:
 
     def _literal(self, code: int) -> str:
         char = chr(code)
+        self._add(char)
         if "i" in self.flags and char.isalpha():
             if "u" in self.flags:
                 return f"(?i:{char})"
@@ -190,6 +223,8 @@ class _Translator:
         negated = self.text.startswith("^", self.at)
         self.at += negated
         items: list[str] = []
+        spans: list[tuple[int, int]] = []
+        samples: list[str] = []
         first = True
         while first or not self.text.startswith("]", self.at):
             if self.at >= len(self.text):
@@ -199,6 +234,7 @@ class _Translator:
             first = False
             low = self._class_item()
             if isinstance(low, str):
+                samples.append(_SAMPLES.get(low[1:], "a"))
                 items.append(self._class_escape(low, negated))
                 continue
             is_range = self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in (
@@ -212,8 +248,10 @@ class _Translator:
             elif high < low:
                 raise self.refuse("a range whose end comes before its start")
             else:
+                spans.append((low, high))
                 items += self._span(low, high)
         self.at += 1
+        self._add(_sample(spans, samples, negated))
         both = "i" in self.flags and "u" in self.flags
         written = f"[{'^' if negated else ''}{''.join(items)}]"
         return f"(?i:{written})" if both else written
@@ -241,6 +279,17 @@ class _Translator:
                 if first <= last:
                     spans.append((first + shift, last + shift))
         return [_spelled(a) if a == b else f"{_spelled(a)}-{_spelled(b)}" for a, b in spans]
+
+
+def _sample(spans: list[tuple[int, int]], samples: list[str], negated: bool) -> str:
+    """A character that a class admits, or would but for its escapes; one that JSON writes as it is, if possible."""
+    if negated:
+        free = (char for char in "a0A- _.\n" if not any(low <= ord(char) <= high for low, high in spans))
+        return next((char for char in free if char not in samples), "é")
+    for char in "a0A":
+        if any(low <= ord(char) <= high for low, high in spans):
+            return char
+    return min([*samples, *(chr(low) for low, _ in spans)], key=lambda char: not char.isalnum())
 
 
 def _spelled(code: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from paged_backend.constrain.references import children
-from paged_backend.constrain.regex import to_grammar_regex
+from paged_backend.constrain.regex import regex_words, to_grammar_regex
 
 # dates that exist, which the compiler's own grammars for these two do not insist on (they know a 30th of February)
 _LEAP = "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
@@ -17,6 +18,11 @@ _TIME = (
     "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:[.][0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_FORMAT_WORDS = {
+    "date-time": ["2000-01-01T00:00:00Z"], "time": ["00:00:00Z"], "date": ["2000-01-01"], "duration": ["P1D"],
+    "email": ["a@a"], "hostname": ["a"], "ipv4": ["0.0.0.0"], "ipv6": ["::", "::0"],
+    "uuid": ["00000000-0000-0000-0000-000000000000"], "uri": ["a:a", "http://a.aa"],
+}  # fmt: skip
 _OBJECT_RULES = ("additionalProperties", "patternProperties")
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref")
 
@@ -44,6 +50,19 @@ def prepare_schema(relaxed: dict[str, Any]) -> dict[str, Any]:
                 node["properties"].setdefault(name, {})
             node["additionalProperties"] = False
     return relaxed
+
+
+def schema_words(schema: dict[str, Any]) -> list[str]:
+    """Texts for strings of ``schema`` that patterns and formats hold to a form, as they stand between quotes."""
+    found: list[str] = []
+    for node in _nodes(schema):
+        if node.get("format") in _FORMAT_WORDS:
+            found += _FORMAT_WORDS[node["format"]]
+        if "pattern" in node:
+            found += regex_words(node["pattern"], node.get("minLength", 0), node.get("maxLength"))
+        for pattern in node.get("patternProperties", ()):
+            found += regex_words(pattern)
+    return [json.dumps(word, ensure_ascii=False)[1:-1] for word in found]
 
 
 def _merges(node: dict[str, Any]) -> bool:

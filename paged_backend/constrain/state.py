@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.constrain.closing import ClosingOrder, allowed_tokens, find_closing
+from paged_backend.constrain.closing import ClosingOrder, Words, allowed_tokens, find_closing
 from paged_backend.errors import RequestFailedError
 
 Array = np.ndarray[Any, Any]
-SEARCH_LIMIT = 1024
-"""Longest path to an end that is looked for; behind that a token counts as leading nowhere."""
+SEARCH_LIMIT, BROAD_LIMIT = 1024, 1 << 14
+"""Longest path to an end that is looked for while an output grows, and at its start."""
 _MAX_PATHS = 6  # closing paths a grammar remembers
 _NEAR = 16  # tokens that it looks ahead where no path is known
 
@@ -26,13 +26,16 @@ _NEAR = 16  # tokens that it looks ahead where no path is known
 class Closings:
     """What the sequences of one grammar share: how to search for an end, and paths that were found useful."""
 
-    def __init__(self, order: ClosingOrder, eos: int) -> None:
+    def __init__(self, order: ClosingOrder, words: Words, eos: int) -> None:
         self.order = order
+        self.words = words
         self.eos = eos
         self.paths: tuple[tuple[int, ...], ...] = ()
 
-    def find(self, matcher: Any, limit: int = SEARCH_LIMIT, *, broad: bool = True) -> list[int] | None:
-        return find_closing(matcher, self.order, self.eos, min(limit, SEARCH_LIMIT), broad=broad)
+    def find(self, matcher: Any, limit: int = BROAD_LIMIT, *, broad: bool = True) -> list[int] | None:
+        return find_closing(
+            matcher, self.order, self.words, min(limit, BROAD_LIMIT if broad else SEARCH_LIMIT), broad=broad
+        )
 
     def remember(self, path: Sequence[int]) -> None:
         """Keep a path for :meth:`GrammarState.settle` to try first."""
