@@ -3,7 +3,7 @@
 Shapes: T tokens of the flat batch, S sequences, H query heads, G key/value heads (H is a multiple of G), D head
 size, K and N the inputs and outputs of a linear. Activations are contiguous float32 on the CPU. Every
 output row depends on its own input row only and is reduced in one fixed order, so that a token's result does not depend
-on what else is in the batch (the reference backend keeps this only as far as torch's own GEMM does).
+on what else is in the batch (on a GPU, Triton's backend keeps this for dense products only as far as cuBLAS does).
 
 KV cache of one layer: ``key`` [num_blocks, G, D, block_size] (a token is a column, so that scores of a block are
 computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D]. Both are float32, or both bfloat16: half

@@ -1,20 +1,27 @@
-"""ReferenceKernels: every operation in plain torch; oracle of the other backends, fallback everywhere."""
+"""ReferenceKernels: every operation in plain torch and numpy; oracle of the other backends, fallback everywhere.
+
+Like them it gives a token the same bits whatever is in the batch, and reads no process-wide setting: products have
+fixed shapes (see ``row_products``), and functions are numpy's, or put together from what is exact.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 
 _STORAGE = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Queries scored at once; bounds the score matrix of a long prefill at H * tile * context floats.
 _QUERY_TILE = 128
+_KEYS = 32  # tokens of a run of the context
 
 
 class ReferenceLinear(PackedLinear):
@@ -55,12 +62,14 @@ class ReferenceKernels(Kernels):
         if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
             raise ValueError("pack_linear needs matrices [N_i, K] that share K")
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([w.to(_STORAGE[dtype]) for w in weights])
+        weight = torch.cat([w.detach().to(_STORAGE[dtype]) for w in weights])
         bias = None
         if biases is not None and any(b is not None for b in biases):
             bias = torch.cat(
                 [
-                    torch.zeros(w.shape[0]) if b is None else b.to(torch.float32)
+                    torch.zeros(w.shape[0], dtype=torch.float32, device="cpu")
+                    if b is None
+                    else b.detach().to(torch.float32)
                     for w, b in zip(weights, biases)
                 ]
             )
@@ -68,13 +77,17 @@ class ReferenceKernels(Kernels):
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         packed = _unpack(weight)
-        return F.linear(x, packed.weight.to(torch.float32), packed.bias)
+        bias = packed.bias.numpy() if packed.bias is not None else None
+        return torch.from_numpy(row_linear(x.numpy(), packed.weight.to(torch.float32).numpy(), bias))
 
     def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
         return _unpack(table).weight[ids].to(torch.float32)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        rows = np.ascontiguousarray(x.numpy())
+        with np.errstate(all="ignore"):
+            mean = np.square(rows).sum(-1, keepdims=True) / np.float32(rows.shape[-1])
+            return torch.from_numpy(rows * (1 / np.sqrt(mean + np.float32(eps))) * weight.numpy())
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
@@ -120,29 +133,37 @@ class ReferenceKernels(Kernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, dim = q.shape
-        out = q.new_empty(tokens, heads * dim)
-        for query in plan:
-            for start in range(query.start, query.stop, _QUERY_TILE):
-                stop = min(start + _QUERY_TILE, query.stop)
-                first = query.first + start - query.start
-                result = _attend(q[start:stop], first, query.blocks, cache, scale, window, softcap, sinks)
-                out[start:stop] = result.reshape(stop - start, heads * dim)
-        return out
+        out = np.empty((tokens, heads * dim), np.float32)
+        with np.errstate(all="ignore"):
+            for query in plan:
+                for start in range(query.start, query.stop, _QUERY_TILE):
+                    stop = min(start + _QUERY_TILE, query.stop)
+                    first = query.first + start - query.start
+                    rows = q[start:stop].numpy()
+                    result = _attend(rows, first, query.blocks, cache, scale, window, softcap, sinks)
+                    out[start:stop] = result.reshape(stop - start, heads * dim)
+        return torch.from_numpy(out)
 
     def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        if activation == "silu":
-            return F.silu(gate) * up
-        if activation == "gelu":
-            return F.gelu(gate) * up
-        if activation == "gelu_tanh":
-            return F.gelu(gate, approximate="tanh") * up
+        # from exp, tanh and erf, whose values do not depend on where in an array they stand; those of silu do
+        gate, up = np.split(x.numpy(), 2, axis=-1)
+        with np.errstate(all="ignore"):
+            if activation == "silu":
+                return torch.from_numpy(gate / (1 + np.exp(-gate)) * up)
+            if activation == "gelu":
+                erf = torch.erf(torch.from_numpy(gate * np.float32(math.sqrt(0.5)))).numpy()
+                return torch.from_numpy(np.float32(0.5) * gate * (1 + erf) * up)
+            if activation == "gelu_tanh":
+                inner = np.float32(math.sqrt(2 / math.pi)) * (
+                    gate + np.float32(0.044715) * gate * gate * gate
+                )
+                return torch.from_numpy(np.float32(0.5) * gate * (1 + np.tanh(inner)) * up)
         raise ValueError(f"activation must be silu, gelu or gelu_tanh, got {activation!r}")
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
-        source, destination = (torch.tensor(ids) for ids in zip(*pairs))
+        source, destination = (torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in zip(*pairs))
         for cache in caches:
             cache.key[destination] = cache.key[source]
             cache.value[destination] = cache.value[source]
@@ -155,7 +176,7 @@ def _unpack(weight: PackedLinear) -> ReferenceLinear:
 
 
 def _attend(
-    q: Tensor,
+    q: np.ndarray,
     first: int,
     blocks: Tensor,
     cache: LayerCache,
@@ -163,34 +184,67 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
+) -> np.ndarray:
     """Attention of queries q [n, H, D] at positions first .. first + n - 1 of one sequence -> [n, H, D].
 
-    Only the tokens that some query sees are gathered: slots that were never written may hold NaN, and NaN
-    times a weight of zero is still NaN.
+    The context is taken in runs of _KEYS tokens at absolute positions, whose products all have one shape; a token that
+    a query does not see has weight 0 there. So a query's result does not depend on the chunk that it came in. Slots
+    that no query sees are not read: they may hold NaN, and NaN times a weight of zero is still NaN.
     """
     count, heads, dim = q.shape
-    size, groups = cache.block_size, cache.value.shape[1]
+    groups = cache.value.shape[1]
     stop = first + count
     start = 0 if window is None else max(0, first - window + 1)
-    first_block = start // size
-    ids = blocks[first_block : (stop + size - 1) // size]
-    seen = slice(start - first_block * size, stop - first_block * size)
-    key = cache.key[ids].permute(1, 2, 0, 3).flatten(2)[:, :, seen].to(torch.float32)
-    value = cache.value[ids].transpose(0, 1).flatten(1, 2)[:, seen].to(torch.float32)
 
-    # query heads that share a key head are rows of one matrix product: [G, H/G * n, D]
-    rows = q.reshape(count, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
-    scores = (rows @ key * scale).view(groups, heads // groups, count, stop - start)
+    # query heads that share a key head are rows of the same products: [G, tiles, D, lanes]
+    share = heads // groups
+    lanes = to_lanes(q.reshape(count, groups, share, dim).transpose(1, 0, 2, 3).reshape(groups, -1, dim))
+    shape = (1, lanes.shape[1], 1, LANES)
+    rows = np.arange(lanes.shape[1] * LANES)
+    position = (first + rows // share).reshape(shape)
+
+    # all runs at once: [runs, G, tiles, _KEYS, lanes]
+    runs = range(start // _KEYS * _KEYS, stop, _KEYS)
+    keys, values = _gather(cache, blocks, start, stop, runs)
+    scores = (keys @ lanes) * np.float32(scale)
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    distance = torch.arange(first, stop)[:, None] - torch.arange(start, stop)
+        scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    distance = position - np.arange(runs.start, runs.start + len(runs) * _KEYS).reshape(-1, 1, 1, _KEYS, 1)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = np.where(hidden, np.float32(-np.inf), scores)
+
+    highest = scores.max((0, 3), keepdims=True)[0]
+    total = np.zeros(highest.shape, np.float32)
     if sinks is not None:
-        sink = sinks.to(torch.float32).view(groups, -1, 1, 1).expand(-1, -1, count, 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    mixed = weights.flatten(1, 2) @ value
-    return mixed.view(groups, heads // groups, count, dim).permute(2, 0, 1, 3)
+        by_row = sinks.to(torch.float32).numpy().reshape(groups, share)[:, rows % share]
+        sink = by_row.reshape(groups, *shape[1:])
+        highest = np.maximum(highest, sink)
+        total += np.exp(sink - highest)
+    weights = np.exp(scores - highest)
+    mixed = np.zeros((groups, lanes.shape[1], dim, LANES), np.float32)
+    for sums, mixture in zip(weights.sum(-2, keepdims=True), values @ weights):
+        total += sums
+        mixed += mixture
+    result = from_lanes(mixed / total, count * share)
+    return result.reshape(groups, count, share, dim).transpose(1, 0, 2, 3)
+
+
+def _gather(
+    cache: LayerCache, blocks: Tensor, start: int, stop: int, runs: range
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [runs, G, 1, _KEYS, D] and values [runs, G, 1, D, _KEYS], zeros but for tokens start .. stop - 1."""
+    size, groups, dim = cache.block_size, cache.value.shape[1], cache.value.shape[3]
+    first_block = start // size
+    ids = blocks[first_block : -(-stop // size)]
+    seen = slice(start - first_block * size, stop - first_block * size)
+    place = slice(start - runs.start, stop - runs.start)
+    gathered = []
+    for part in (cache.key[ids].permute(0, 3, 1, 2), cache.value[ids].transpose(1, 2)):
+        tokens = np.zeros((len(runs) * _KEYS, groups, dim), np.float32)
+        tokens[place] = part.flatten(0, 1)[seen].to(torch.float32).numpy()
+        gathered.append(tokens.reshape(len(runs), 1, _KEYS, groups, dim))
+    keys, values = gathered
+    return (
+        np.ascontiguousarray(keys.transpose(0, 3, 1, 2, 4)),
+        np.ascontiguousarray(values.transpose(0, 3, 1, 4, 2)),
+    )

@@ -1,8 +1,8 @@
 """TritonKernels: the contract on a GPU, or on CPU tensors in Triton's interpreter (for tests).
 
 Activations have one dtype, ``dtype``; norms, rotations, softmax and sums are taken in float32. Dense matrix
-products are torch's (cuBLAS): it is the only part whose order of summation may depend on the number of rows of
-the batch.
+products on a GPU are torch's (cuBLAS): it is the only part whose order of summation may depend on the number of rows
+of the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.row_products import row_linear
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
@@ -112,6 +113,10 @@ class TritonKernels(Kernels):
         if x.shape[-1] != weight.in_features:
             raise ValueError(f"x has {x.shape[-1]} features, the weights take {weight.in_features}")
         if isinstance(weight, DenseLinear):
+            if self.device.type == "cpu":
+                parts = (x, weight.weight, weight.bias)
+                wide = [None if part is None else part.to(torch.float32).numpy() for part in parts]
+                return torch.from_numpy(row_linear(*wide)).to(self.dtype)
             return F.linear(x, weight.weight, weight.bias)
         if isinstance(weight, IntLinear):
             return self._launch.int_matmul(x.contiguous(), weight.weights, weight.bias)

@@ -23,6 +23,7 @@ from paged_backend.kernels.triton import (
     rotary,
     sampling,
 )
+from paged_backend.kernels.triton.interpreted import use_row_products
 from paged_backend.kernels.triton.quantize import IntWeights
 from paged_backend.kernels.triton.tiles import SEGMENT, Tiles, attention_tiles, matmul_tiles, pow2, short_rows
 
@@ -59,6 +60,7 @@ class Launcher:
     def for_device(cls, device: torch.device) -> Launcher:
         """What suits ``device``; on a CPU, the interpreter."""
         if device.type == "cpu":
+            use_row_products()
             return cls(True, 90, 4)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         major, minor = torch.cuda.get_device_capability(device)

@@ -86,7 +86,7 @@ def answers(llm: LLM) -> list[Any]:
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-@pytest.fixture(scope="module", params=["c"])
+@pytest.fixture(scope="module", params=["c", "reference"])
 def kernels(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -40,7 +40,7 @@ class Echo:
         self.kernels, self.forwards = kernels, 0
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(40, 8, generator=generator)
-        self.head = torch.randn(16, 40, generator=generator) * 3
+        self.head = kernels.pack_linear([torch.randn(40, 16, generator=generator) * 3])
 
     def forward(
         self, input_ids: Any, positions: Any, attention: Any, logit_rows: Any, caches: Any
@@ -51,7 +51,8 @@ class Echo:
         angles = positions[:, None].float() * torch.tensor([1.0, 0.1, 0.01, 0.001])
         q, k, v = x.repeat(1, 2, 1), x.clone(), x.clone()
         self.kernels.rotary_and_cache(q, k, v, angles.cos(), angles.sin(), caches[0], attention.slot_mapping)
-        return self.kernels.paged_attention(plan, q, caches[0], 0.4)[logit_rows] @ self.head
+        hidden = self.kernels.paged_attention(plan, q, caches[0], 0.4)[logit_rows]
+        return self.kernels.linear(hidden, self.head)
 
 
 class Eager:
