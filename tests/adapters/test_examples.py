@@ -76,3 +76,25 @@ def test_the_client_example_talks_to_its_own_server_and_prints_nothing_else():
     assert [word for word in begins if word in ("answer", "stream", "object", "call")] == [
         "answer", "stream", "object", "call",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_demo
+@pytest.mark.parametrize(
+    ("name", "package", "says"),
+    [
+        ("agent_with_tool.py", "langchain_core", [r"^calls search_garden\(", r"^finds ", r"^answers "]),
+        ("structured_extraction.py", "langchain_core", [r'^\w+\.md: {"title":.*"one_sentence":.*}$'] * 5),
+        ("query_llama_index.py", "llama_index", [r"^Q: .*\?$", r"^A: .+"] * 3),
+        ("streaming.py", "llama_index", [r"^LangChain .*: .", r"^LlamaIndex .*: .", "^engine: .", ": 0$"]),
+    ],
+)
+def test_an_example_runs_and_says_what_it_is_about(name, package, says):
+    pytest.importorskip(package)
+    done = run(name)
+    assert done.returncode == 0, done.stderr
+    rest = done.stdout.replace("\r", "\n")
+    for pattern in says:
+        found = re.search(pattern, rest, re.M)
+        assert found is not None, (pattern, done.stdout)
+        rest = rest[found.end() :]
