@@ -11,6 +11,7 @@ from langchain_core.outputs import ChatGenerationChunk
 from paged_backend.adapters.common import openai_logprobs
 from paged_backend.adapters.langchain.messages import chunk_from, spoil, usage_metadata
 from paged_backend.outputs import RequestOutput
+from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls import ChatCall, ReplyDelta
 
 
@@ -22,7 +23,7 @@ class ReplyChunks:
         self._model = model
         self._parser = call.parser()
         self._tokens = 0
-        self._sent: dict[str, tuple[int, str]] = {}
+        self._sent: dict[str, tuple[int, Pieces]] = {}
         self._ids: dict[int, str] = {}
 
     def chunks(self, output: RequestOutput) -> Iterator[ChatGenerationChunk]:
@@ -41,7 +42,8 @@ class ReplyChunks:
             last = self._parser.finish(truncated=reason == "length")
             self._note(last)
             reason = self._parser.reply.finish_reason(reason)
-            spoiled = spoil(self._parser.reply.invalid, self._sent)
+            sent = {name: (index, str(arguments)) for name, (index, arguments) in self._sent.items()}
+            spoiled = spoil(self._parser.reply.invalid, sent)
         # strings of chunks are concatenated and counts are added up, so these stand in one chunk only
         info = {"finish_reason": reason, "model_name": self._model, "model_provider": "paged_backend"}
         message = chunk_from(
@@ -64,4 +66,4 @@ class ReplyChunks:
             if call.id is not None:
                 self._ids[call.index] = call.id
             name = self._ids[call.index]
-            self._sent[name] = (call.index, self._sent.get(name, (0, ""))[1] + call.arguments)
+            self._sent.setdefault(name, (call.index, Pieces()))[1].add(call.arguments)

@@ -8,8 +8,11 @@ import string
 from dataclasses import dataclass, field
 from typing import Any
 
+from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls.formats import ToolFormat
 from paged_backend.toolcalls.scanner import CallScanner
+
+_STRETCH = 4096  # characters that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,16 @@ class ToolCallParser:
     """Feed it text with :meth:`push`, end with :meth:`finish`; ``reply`` then holds the whole.
 
     White space around calls belongs to neither. Text that may turn out to be the beginning of a call is held back.
+    Linear in the length of the text, in pieces of any size.
     """
 
     def __init__(self, tool_format: ToolFormat) -> None:
-        self.reply = ParsedReply()
+        self._reply = ParsedReply()
+        self._content_parts = Pieces()
         self._format = tool_format
-        self._buffer = ""
-        self._space = ""  # white space that is content only if more content follows
+        self._buffer = ""  # short: what was read of it is cut off, which copies the rest
+        self._space = Pieces()  # white space that is content only if more content follows
+        self._sought: _Sought | None = None
         self._inside = False  # between the start marker and the end of its calls
         self._at_start = True
         self._scanner: CallScanner | None = None
@@ -100,9 +106,10 @@ class ToolCallParser:
     def push(self, text: str) -> ReplyDelta:
         """Take in text; returns what is certain with it."""
         delta = ReplyDelta()
-        self._buffer += text
-        while self._step(delta, final=False):
-            pass
+        for start in range(0, len(text), _STRETCH):
+            self._buffer += text[start : start + _STRETCH]
+            while self._step(delta, final=False):
+                pass
         return delta
 
     def finish(self, truncated: bool = False) -> ReplyDelta:
@@ -112,10 +119,16 @@ class ToolCallParser:
             pass
         if self._scanner is not None:
             self._close(delta, "it was cut off by max_tokens" if truncated else "its JSON does not end")
-        if not self.reply.calls and not self.reply.invalid:
-            self._emit(delta, self._space)
-        self._space = ""
+        space = self._space.take()
+        if not self._reply.calls and not self._reply.invalid:
+            self._emit(delta, space)
         return delta
+
+    @property
+    def reply(self) -> ParsedReply:
+        """The whole so far."""
+        self._reply.content = str(self._content_parts)
+        return self._reply
 
     # --- one step of the machine: True if it got anywhere -------------------------------------------------------
 
@@ -133,14 +146,17 @@ class ToolCallParser:
             head = self._buffer.lstrip()
             if head.startswith("{"):
                 self._buffer, self._inside, self._at_start = head, True, False
+                self._space.take()
                 return True
             if not head:
+                self._space.add(self._buffer)
+                self._buffer = ""
                 return False
         self._at_start = False
         before, marker, after = self._buffer.partition(self._format.start)
         if marker:
             self._content(delta, before)
-            self._space = ""
+            self._space.take()
             self._buffer, self._inside = after, True
             return True
         held = 0 if final else partial(self._buffer, self._format.start)
@@ -151,20 +167,22 @@ class ToolCallParser:
 
     def _content(self, delta: ReplyDelta, text: str) -> None:
         # white space between a call and the first text after it parts them and is not content
-        if not self.reply.content and (self.reply.calls or self.reply.invalid):
-            text, self._space = text.lstrip(), ""
+        if not self._content_parts and (self._reply.calls or self._reply.invalid):
+            text = text.lstrip()
+            self._space.take()
         kept = text.rstrip()
         if kept:
-            self._emit(delta, self._space + kept)
-            self._space = ""
-        self._space += text[len(kept) :]
+            self._emit(delta, self._space.take() + kept)
+        self._space.add(text[len(kept) :])
 
     def _emit(self, delta: ReplyDelta, text: str) -> None:
         delta.content += text
-        self.reply.content += text
+        self._content_parts.add(text)
 
     def _between(self, delta: ReplyDelta, final: bool) -> bool:
         """After a start marker, or between the calls that follow it."""
+        if self._sought is not None:
+            return self._seek(self._sought, final)
         self._buffer = self._buffer.lstrip(" \t\r\n;," if not self._format.end else None)
         head = self._buffer
         if not head:
@@ -182,33 +200,29 @@ class ToolCallParser:
             if head[0] in "[]":
                 self._buffer, self._inside = head[1:], head[0] == "["
                 return True
-            return self._named(final)
-        if self._format.bare:
+            self._sought = _Sought("{")  # Mistral's newer form: the name, then the arguments alone
+        elif self._format.bare:
             self._inside = False
-            return True
-        # not the JSON that the format asks for: taken as a broken call, up to the end marker
-        end = head.find(self._format.end)
-        if end < 0 and not final:
-            return False
-        broken = head if end < 0 else head[:end]
-        self._buffer = head[len(broken) :]
-        self._inside = end >= 0
-        self.reply.invalid.append(InvalidToolCall(self._new_id(), None, broken.strip(), "it is not JSON"))
+        else:  # not the JSON that the format asks for: taken as a broken call, up to the end marker
+            self._sought = _Sought(self._format.end)
         return True
 
-    def _named(self, final: bool) -> bool:
-        """Mistral's newer form: the name, then the arguments alone."""
-        brace = self._buffer.find("{")
-        if brace < 0:
-            if final:
-                text, self._buffer, self._inside = self._buffer, "", False
-                self.reply.invalid.append(
-                    InvalidToolCall(self._new_id(), None, text.strip(), "it has no arguments")
-                )
+    def _seek(self, sought: _Sought, final: bool) -> bool:
+        """Up to the marker that ends the name of a call, or a broken one."""
+        found = sought.push(self._buffer)
+        self._buffer = ""
+        if not found and not final:
             return False
-        name = self._buffer[:brace].partition("[CALL_ID]")[0].replace("[ARGS]", "").strip()
-        self._buffer = self._buffer[brace:]
-        self._open(CallScanner(self._format.arguments_key, name=name))
+        self._sought, text = None, sought.before
+        if self._format.name == "mistral" and found:
+            self._buffer = sought.marker + sought.after
+            name = text.partition("[CALL_ID]")[0].replace("[ARGS]", "").strip()
+            self._open(CallScanner(self._format.arguments_key, name=name))
+            return True
+        self._inside = found
+        self._buffer = sought.marker + sought.after if found else ""
+        problem = "it has no arguments" if self._format.name == "mistral" else "it is not JSON"
+        self._reply.invalid.append(InvalidToolCall(self._new_id(), None, text.strip(), problem))
         return True
 
     # --- calls -----------------------------------------------------------------------------------------------------
@@ -248,11 +262,11 @@ class ToolCallParser:
         arguments, problem = scanner.result()
         error = error or problem
         if error:
-            self.reply.invalid.append(InvalidToolCall(self._id, scanner.name, arguments, error))
+            self._reply.invalid.append(InvalidToolCall(self._id, scanner.name, arguments, error))
         else:
             if not scanner.streamed and arguments:
                 delta.calls.append(ToolCallDelta(self._count, arguments=arguments))
-            self.reply.calls.append(ToolCall(self._id, scanner.name or "", arguments))
+            self._reply.calls.append(ToolCall(self._id, scanner.name or "", arguments))
         if self._announced:
             self._count += 1
 
@@ -260,6 +274,32 @@ class ToolCallParser:
         if self._format.name == "mistral":  # its templates take ids of nine letters and digits only
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+
+class _Sought:
+    """A marker in text that comes in pieces: what stands ``before`` it and ``after`` it once it was found."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        self.after = ""
+        self._seen = Pieces()
+        self._tail = ""  # in which the marker may have begun
+
+    @property
+    def before(self) -> str:
+        return str(self._seen) + self._tail
+
+    def push(self, text: str) -> bool:
+        """Whether the marker has come."""
+        text = self._tail + text
+        at = text.find(self.marker)
+        cut = at if at >= 0 else max(len(text) - len(self.marker) + 1, 0)
+        self._seen.add(text[:cut])
+        if at >= 0:
+            self._tail, self.after = "", text[at + len(self.marker) :]
+        else:
+            self._tail = text[cut:]
+        return at >= 0
 
 
 def partial(text: str, marker: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls.parser import partial
 
 START, END = "<think>", "</think>"
@@ -19,7 +20,7 @@ class ReasoningParser:
     def __init__(self, begun: bool = False) -> None:
         self._state = "thinking" if begun else "start"
         self._buffer = ""
-        self._space = ""  # white space that belongs to the thoughts only if more of them follow
+        self._space = Pieces()  # white space that counts only if more text of its kind follows
         self._empty = True  # nothing was given out in this state yet
 
     @property
@@ -36,9 +37,14 @@ class ReasoningParser:
         if self._state == "start":
             head = self._buffer.lstrip()
             if head.startswith(START):
+                self._space.take()
                 self._state, self._buffer = "thinking", head[len(START) :]
             elif final or not START.startswith(head):
                 self._state, self._empty = "answer", False
+                self._buffer = self._space.take() + self._buffer
+            elif not head:
+                self._space.add(self._buffer)
+                self._buffer = ""
         thoughts = self._thoughts(final) if self._state == "thinking" else ""
         answer = ""
         if self._state == "answer":
@@ -55,7 +61,8 @@ class ReasoningParser:
         if self._empty:
             text = text.lstrip()
         kept = text.rstrip()
-        thoughts, self._space = (self._space + kept, text[len(kept) :]) if kept else ("", self._space + text)
+        thoughts = self._space.take() + kept if kept else ""
+        self._space.add(text[len(kept) :])
         self._empty = self._empty and not thoughts
         if marker:
             self._state, self._buffer, self._empty = "answer", rest, True

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls import ToolCallParser, parse_reply
 from paged_backend.toolcalls.formats import HERMES, LLAMA3, MISTRAL
 
@@ -51,6 +52,7 @@ CASES = [
     (MISTRAL, 'Sure.[TOOL_CALLS][{"name": "f", "arguments": {"x": [1, 2]}, "id": "abc"}]', "Sure.",
      [("f", {"x": [1, 2]})], 0),
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{}', "", [("f", {"x": 1}), ("g", {})], 0),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"x": {"y": 1}, "z": [{"y": 2}]}', "", [("f", {"x": {"y": 1}, "z": [{"y": 2}]})], 0),
     (MISTRAL, '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"x": 1}', "", [("f", {"x": 1})], 0),
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"x": ', "", [], 1),
     (MISTRAL, "[TOOL_CALLS]f", "", [], 1),
@@ -168,3 +170,58 @@ def test_any_arguments_survive(arguments, ascii_only):
     written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
     reply = stream(HERMES, list(f"<tool_call>\n{written}\n</tool_call>")).reply
     assert [call.parsed for call in reply.calls] == [arguments]
+
+
+LONG = 30_000
+STREAMS = {
+    "arguments": (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * LONG + '"}}</tool_call>'),
+    "escapes": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "\\\\" * (LONG // 2) + '"}}</tool_call>',
+    ),
+    "numbers": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": [' + "1," * (LONG // 2) + "1]}}</tool_call>",
+    ),
+    "arguments first": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": "' + "x" * LONG + '"}, "name": "f"}</tool_call>',
+    ),
+    "text of JSON": (HERMES, '<tool_call>{"name": "f", "arguments": "' + "x" * LONG + '"}</tool_call>'),
+    "many calls": (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n' * (LONG // 48)),
+    "content": (HERMES, "words < of < text " * (LONG // 18)),
+    "space": (HERMES, "a" + " " * LONG + "b"),
+    "space first": (LLAMA3, " " * LONG + "b"),
+    "space between": (LLAMA3, '{"name": "f", "parameters": {}}' + " ;" * (LONG // 2)),
+    "no JSON": (HERMES, "<tool_call>" + "x" * LONG + "</tool_call> after"),
+    "no JSON, no end": (HERMES, "<tool_call>" + "<" * LONG),
+    "no call": (LLAMA3, '{"answer": "' + "x" * LONG + '"}'),
+    "Mistral": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": {"b": "' + "x" * LONG + '"}}'),
+    "a name without end": (MISTRAL, "[TOOL_CALLS]" + "x" * LONG),
+}
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 10 * LONG])
+@pytest.mark.parametrize("name", STREAMS)
+def test_work_is_linear_in_the_length_of_the_stream(name, size, monkeypatch):
+    """Copies are counted: where pieces are joined, and what stands in strings that the next piece is added to."""
+    tool_format, text = STREAMS[name]
+    joined = 0
+    whole = Pieces.__str__
+
+    def count(self):
+        nonlocal joined
+        joined += sum(map(len, self._parts)) if len(self._parts) > 1 else 0
+        return whole(self)
+
+    monkeypatch.setattr(Pieces, "__str__", count)
+    parser = ToolCallParser(tool_format)
+    for start in range(0, len(text), size):
+        parser.push(text[start : start + size])
+        held = [part for part in (parser, parser._scanner, parser._sought) if part is not None]
+        for part in held:
+            for attribute in vars(part).values():
+                assert not isinstance(attribute, str) or len(attribute) <= 4200
+    parser.finish()
+    assert parser.reply.content or parser.reply.calls or parser.reply.invalid
+    assert joined <= 4 * len(text)

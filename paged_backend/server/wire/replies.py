@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged_backend.outputs import CompletionOutput
+from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls import ReasoningParser, ReplyDelta, ToolCallDelta, ToolCallParser
 
 
@@ -16,12 +17,20 @@ class Reply:
     """
 
     def __init__(self, parser: ToolCallParser | None, reasoning: ReasoningParser | None = None) -> None:
-        self.content = ""
-        self.reasoning = ""
+        self._content = Pieces()
+        self._thoughts = Pieces()
         self.finish_reason: str | None = None
         self._reasoning = reasoning
         self._parser = parser
         self._calls: list[ToolCallDelta] = []
+
+    @property
+    def content(self) -> str:
+        return str(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return str(self._thoughts)
 
     @property
     def calls(self) -> list[ToolCallDelta]:
@@ -43,8 +52,8 @@ class Reply:
             delta = ReplyDelta(text)
             self.finish_reason = output.finish_reason
         delta.reasoning = thoughts
-        self.content += delta.content
-        self.reasoning += thoughts
+        self._content.add(delta.content)
+        self._thoughts.add(thoughts)
         return delta
 
     def _parsed(self, parser: ToolCallParser, text: str, output: CompletionOutput) -> ReplyDelta:

@@ -178,7 +178,6 @@ class ResponseBuilder:
             events.append(self._added(made))
         index, item = self._calls[call.index]
         if call.arguments:
-            item.arguments += call.arguments
             events.append(
                 kinds.ResponseFunctionCallArgumentsDeltaEvent(
                     delta=call.arguments, item_id=item.id or "", output_index=index, sequence_number=0,
@@ -200,6 +199,8 @@ class ResponseBuilder:
     def _close(self) -> list[Any]:
         """End every item, as the response itself ends."""
         events = [] if self._items else self._text("", [])
+        for call in self._reply.calls:
+            self._calls[call.index][1].arguments = call.arguments
         for index, item in enumerate(self._items):
             item.status = self._status
             if isinstance(item, kinds.ResponseOutputMessage):
