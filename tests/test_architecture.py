@@ -43,7 +43,7 @@ FLOORS = """
     kernels.cpu kernels.triton
     kernels
     logs token_ids
-    notices config errors machine
+    notices config errors machine folders
     outputs neutral
 """
 """From the roof down; a name stands for a module or for a folder and what lies in it. Rooms of one floor do not

@@ -133,7 +133,9 @@ def load_tokenizer(name: str, model: Any = None, **options: Any) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if name != "demo" and not name.endswith(".gguf"):
-        return AutoTokenizer.from_pretrained(name, **options)
+        from paged_backend.folders import hub_cache
+
+        return AutoTokenizer.from_pretrained(name, **{"cache_dir": hub_cache(), **options})
     from paged_backend.text.tokenizer import load_tokenizer
 
     if options.get("use_fast") is False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.factory import start_engine
 from paged_backend.engine.registry import get_engine
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.folders import hub_cache
 
 logger = logging.getLogger("paged_backend")
 
@@ -216,12 +218,12 @@ def _locate(name: str, options: dict[str, Any]) -> str:
     subfolder, file = options.pop("subfolder", ""), options.pop("gguf_file", None)
     if not (hub or subfolder or file):
         return name
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.exists():
         from huggingface_hub import snapshot_download
 
         from paged_backend.models.loading import _HUB_FILES
 
         files = [file] if file else [f"{subfolder}/{p}" if subfolder else p for p in _HUB_FILES]
-        folder = Path(snapshot_download(name, allow_patterns=files, **hub))
+        folder = Path(snapshot_download(name, allow_patterns=files, **{"cache_dir": hub_cache(), **hub}))
     return str(folder / subfolder / file if file else folder / subfolder)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paged_backend.errors import BackendUnavailableError
+from paged_backend.folders import user_cache
 
 try:
     import fcntl
@@ -60,12 +61,17 @@ class KernelBuildError(BackendUnavailableError):
 
 
 def cache_dir() -> Path:
-    """Folder of compiled kernels: ``PAGED_BACKEND_CACHE``, else ``paged_backend`` under the user's cache folder."""
+    """Folder of compiled kernels: ``PAGED_BACKEND_CACHE``, else ``paged_backend`` under the user's cache folder.
+
+    Raises KernelBuildError if there is no safe place.
+    """
     own = os.environ.get("PAGED_BACKEND_CACHE")
     if own:
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "paged_backend"
+    try:
+        return user_cache() / "paged_backend"
+    except OSError as error:
+        raise KernelBuildError(f"no folder for compiled kernels: {error}; set PAGED_BACKEND_CACHE") from error
 
 
 def build(extra_flags: tuple[str, ...] | None = None) -> Path:

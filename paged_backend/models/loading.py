@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.folders import hub_cache
 from paged_backend.kernels.base import Kernels
 from paged_backend.models.architectures import spec_from_config
 from paged_backend.models.decoder import Decoder
@@ -124,7 +125,7 @@ def resolve_model(model: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
     files: patterns of those that are needed. A folder of that name wins over a hub id. Raises ModelLoadError.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
         return path.resolve()
     if model == "demo":
@@ -265,7 +266,7 @@ def _download(model: str, files: Sequence[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        return Path(snapshot_download(model, allow_patterns=list(files), cache_dir=hub_cache()))
     except HFValidationError as error:
         raise ModelLoadError(f"{model!r} is neither an existing path nor a valid hub id: {error}") from error
     except LocalEntryNotFoundError as error:

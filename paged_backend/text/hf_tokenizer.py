@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged_backend.errors import ModelLoadError
+from paged_backend.folders import hub_cache
 
 if TYPE_CHECKING:
     import tokenizers
@@ -41,7 +42,7 @@ def fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(_FILES), cache_dir=hub_cache()))
     except Exception as error:
         raise ModelLoadError(
             f"{name!r} is neither a folder nor a .gguf file here, and the hub did not deliver a "
