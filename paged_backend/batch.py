@@ -10,21 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
-    """What one sequence contributes to a step.
-
-    token_ids: the ids to compute, at positions ``start`` .. ``start + len(token_ids) - 1``.
-    block_ids: int32 block table covering them. logit_rows: which of the new tokens need logits (indices into
-    token_ids).
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_ids: np.ndarray
-    logit_rows: Sequence[int]
+from paged_backend.sequence_slice import SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)

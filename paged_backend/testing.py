@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.core import EngineCore
 from paged_backend.engine.scheduler import Scheduler
-from paged_backend.runner.base import Result, Runner, Work
+from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled, SampleRow, only_truncates
 
 if TYPE_CHECKING:
@@ -55,26 +55,24 @@ class ScriptedRunner(Runner):
         self.next_token = next_token or mixing_next_token(vocab_size)
         self.memory = [[POISON] * block_size for _ in range(num_blocks)]
         self.num_runs = 0
-        self.before_run: Callable[[Sequence[Work]], None] = lambda works: None
-        """Fault injection: called with each run's works before anything is written."""
+        self.before_run: Callable[[Sequence[ScheduledSequence]], None] = lambda scheduled: None
+        """Fault injection: called with each run's sequences before anything is written."""
 
-    def run(self, works: Sequence[Work]) -> list[Result]:
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
         self.num_runs += 1
-        self.before_run(works)
-        for work in works:
-            piece = work.piece
-            for offset, token in enumerate(piece.token_ids):
-                block, slot = divmod(piece.start + offset, self.block_size)
-                if piece.block_ids[block] == 0:
+        self.before_run(scheduled)
+        for sequence in scheduled:
+            for offset, token in enumerate(sequence.token_ids):
+                block, slot = divmod(sequence.start + offset, self.block_size)
+                if sequence.block_ids[block] == 0:
                     raise AssertionError("the engine asked to write to the null block")
-                self.memory[piece.block_ids[block]][slot] = token
-        return [self._result(work) for work in works]
+                self.memory[sequence.block_ids[block]][slot] = token
+        return [self._result(sequence) for sequence in scheduled]
 
-    def _result(self, work: Work) -> Result:
-        end = work.piece.start + len(work.piece.token_ids)
+    def _result(self, sequence: ScheduledSequence) -> Result:
         sampled: list[Sampled | Exception] = []
-        for row in work.rows:
-            context = self._read(work, end)
+        for row in sequence.rows:
+            context = self._read(sequence)
             if row.candidates:
                 sampled.append(self._proposal(context, row.candidates))
                 continue
@@ -82,7 +80,7 @@ class ScriptedRunner(Runner):
             if row.constraint is not None:
                 token = row.constraint.settle(token)
             sampled.append(Sampled(token, -1.0, 1, None))
-        scores = [Sampled(token, -float(token), 1, []) for token in work.scored_ids]
+        scores = [Sampled(token, -float(token), 1, []) for token in sequence.scored_ids]
         return Result(sampled, scores)
 
     def _proposal(self, context: list[int], count: int) -> Sampled:
@@ -92,12 +90,14 @@ class ScriptedRunner(Runner):
         top = [((first + i) % self.vocab_size, score, i + 1) for i, score in enumerate(scores)]
         return Sampled(top[0][0], top=top)
 
-    def _read(self, work: Work, end: int) -> list[int]:
+    def _read(self, sequence: ScheduledSequence) -> list[int]:
+        """The context that its last token sees."""
+        end = sequence.end
         first = 0 if self.window is None else max(end - self.window, 0)
         context = []
         for position in range(first, end):
             block, slot = divmod(position, self.block_size)
-            token = self.memory[work.piece.block_ids[block]][slot]
+            token = self.memory[sequence.block_ids[block]][slot]
             if token == POISON:
                 raise AssertionError(f"position {position} was read before it was written")
             context.append(token)
@@ -150,20 +150,17 @@ class AheadRunner(ScriptedRunner):
         self._queue: list[Callable[[], None]] = []
         self._drawn: list[Sampled | Exception] = []
 
-    def run(self, works: Sequence[Work]) -> list[Result]:
-        return self.launch(works)()
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
+        return self.launch(scheduled)()
 
-    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+    def launch(self, scheduled: Sequence[ScheduledSequence]) -> Callable[[], list[Result]]:
         outcome: list[list[Result] | Exception] = []
 
         def compute() -> None:
             try:
                 drawn, self._drawn = self._drawn, []
-                for work in works:
-                    work.piece = replace(
-                        work.piece, token_ids=[_known(token, drawn) for token in work.piece.token_ids]
-                    )
-                results = super(AheadRunner, self).run(works)
+                known = [replace(s, token_ids=[_known(t, drawn) for t in s.token_ids]) for s in scheduled]
+                results = super(AheadRunner, self).run(known)
                 self._drawn = [sampled for result in results for sampled in result.sampled]
                 outcome.append(results)
             except Exception as error:
@@ -206,14 +203,14 @@ class StepGate:
         self._behind = getattr(*self._place)
         setattr(*self._place, self._pass)
 
-    def _pass(self, works: Sequence[Work]) -> Any:
+    def _pass(self, scheduled: Sequence[ScheduledSequence]) -> Any:
         with self._lock:
             self._is_held = True
             self._lock.notify_all()
             self._lock.wait_for(lambda: self._is_open or self._allowed)
             self._allowed -= not self._is_open
             self._is_held = False
-        return self._behind(works)
+        return self._behind(scheduled)
 
     def wait_until_held(self, timeout: float = 20.0) -> None:
         """Until a step waits that has no leave; ``TimeoutError`` after ``timeout`` seconds."""
@@ -273,10 +270,10 @@ class ReplyRunner(ScriptedRunner):
 
         self.next_token = next_token
 
-    def _result(self, work: Work) -> Result:
-        for row in work.rows:
+    def _result(self, sequence: ScheduledSequence) -> Result:
+        for row in sequence.rows:
             row.seed = 0  # the parent adds it to the token where a request samples
-        return super()._result(work)
+        return super()._result(sequence)
 
 
 END = 2

@@ -37,6 +37,7 @@ FLOORS = """
     text
     checkpoints
     batch
+    sequence_slice
     cache sampling_params vllm_options
     constrain
     kernels.select

@@ -16,6 +16,7 @@ from torch import Tensor
 from paged_backend.kernels.triton.backend import TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.device_rows import sampling_columns
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.sampler import SampleRow
 from paged_backend.sampling_params import SamplingParams
 
@@ -33,7 +34,8 @@ def draws(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns for each row what is nearest to its noise in the token's part (see :func:`nearest`), and the noise.
     """
     rows = [
-        SampleRow(_CASES[seed % len(_CASES)].resolved({}), [], [], seed) for seed in range(logits.shape[0])
+        SampleRow(_CASES[seed % len(_CASES)].resolved({}), TokenHistory([], 0), 0, seed)
+        for seed in range(logits.shape[0])
     ]
     columns = {name: torch.from_numpy(column) for name, column in sampling_columns(rows).items()}
     sent = {name: column.to(kernels.device) for name, column in columns.items()}

@@ -118,11 +118,11 @@ class TraceRunner(Runner):
         self.computed_tokens = 0
 
     def run(self, works: Sequence[Any]) -> list[Any]:
-        self.computed_tokens += sum(len(work.piece.token_ids) for work in works)
+        self.computed_tokens += sum(len(work.token_ids) for work in works)
         return [Result([self._sampled(self._next(row)) for row in work.rows], []) for work in works]
 
     def _next(self, row: Any) -> int:
-        done = len(row.output_token_ids) + 1
+        done = row.num_output_tokens + 1
         return self.END if done >= self._lengths[row.seed] else 1 + (row.seed + done) % (self.vocab_size - 1)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.beam_search import BeamGroup
-from paged_backend.engine.in_flight import InFlightStep, Part
+from paged_backend.engine.in_flight import InFlightStep, stands
 from paged_backend.engine.limits import RequestLimits
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
@@ -24,7 +24,7 @@ from paged_backend.engine.step_queue import StepQueue
 from paged_backend.engine.usage import StepUsage, UsageMeter
 from paged_backend.errors import RequestFailedError
 from paged_backend.outputs import Hypothesis
-from paged_backend.runner.base import Result, Runner
+from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled
 
 logger = logging.getLogger("paged_backend")
@@ -142,14 +142,14 @@ class EngineCore:
         now = time.monotonic()
         updates: list[Update] = []
         complete: list[Request] = []  # beams that were the last of their group to make a proposal
-        for part, result in zip(in_flight.parts, results):
-            if part.request.status is Status.FINISHED or result is None:
+        for request, sequence, result in zip(in_flight.requests, in_flight.scheduled, results):
+            if request.status is Status.FINISHED or result is None:
                 continue  # aborted, ended by the step before, or another beam of its group has failed in this one
             if isinstance(result, Exception):
-                updates.extend(self._fail(part.request, result))
+                updates.extend(self._fail(request, result))
             else:
-                in_flight.settle(part)
-                self._advance(part, result, now, updates, complete)
+                in_flight.settle(request, sequence)
+                self._advance(request, sequence, result, now, updates, complete)
         for request in complete:
             if request.group is not None and request.status is not Status.FINISHED:
                 self._branch(request, request.group, now, updates)
@@ -164,14 +164,21 @@ class EngineCore:
                 request.constraint.prepare(self._masks)
 
     def _advance(
-        self, part: Part, result: Result, now: float, updates: list[Update], complete: list[Request]
+        self,
+        request: Request,
+        sequence: ScheduledSequence,
+        result: Result,
+        now: float,
+        updates: list[Update],
+        complete: list[Request],
     ) -> None:
-        request, (first, end) = part.request, part.scored
-        request.num_scored = max(request.num_scored, end)
-        # less than the part's end where the step behind this one took blocks away
-        self.cache.commit(request.table, request.token_ids, min(part.end, request.num_computed))
+        if sequence.scored_ids:
+            first = sequence.start + sequence.logit_rows[0] + 1
+            request.num_scored = max(request.num_scored, first + len(sequence.scored_ids))
+        # less than the sequence's end where the step behind this one took blocks away
+        self.cache.commit(request.table, request.token_ids, min(sequence.end, request.num_computed))
         if not result.sampled:
-            if end > first:
+            if sequence.scored_ids:
                 updates.append(Update(request, request.index, prompt_logprobs=result.prompt_logprobs))
             return
         if request.group is not None:
@@ -333,8 +340,11 @@ class EngineCore:
         requests = self.scheduler.holders()
         blocks = self.cache.pool.num_used
         size = self.cache.block_size
-        parts = self._steps.waiting.parts if self._steps.waiting is not None else ()
-        written = sum(part.count for part in parts if part.stands)  # by the step in flight
+        ahead = self._steps.waiting
+        written = 0  # by the step in flight
+        if ahead is not None:
+            pairs = zip(ahead.requests, ahead.scheduled)
+            written = sum(len(sequence.token_ids) for request, sequence in pairs if stands(request, sequence))
         unused = sum(len(r.table) * size - r.num_computed for r in requests) - written
         logical = sum(r.num_computed for r in requests) + written
         return StepUsage(blocks, blocks * size - unused, logical, len(self.scheduler.running))

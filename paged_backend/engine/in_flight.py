@@ -12,47 +12,20 @@ fork. Otherwise the next step is scheduled when the results are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.request import Request, Status
-from paged_backend.engine.step_inputs import scored_positions, work_of
-from paged_backend.runner.base import Result, Work, drawn_by
+from paged_backend.engine.step_inputs import scheduled_sequence
+from paged_backend.runner.base import Result, ScheduledSequence, drawn_by
 from paged_backend.runner.sampler import SampleRow
-
-
-@dataclass(slots=True)
-class Part:
-    """One request's part: ``count`` tokens from ``start`` on, of ``known`` ones; scored: see ``scored_positions``."""
-
-    request: Request
-    count: int
-    start: int
-    known: int
-    scored: tuple[int, int]
-
-    @property
-    def end(self) -> int:
-        """Tokens computed when the step has succeeded."""
-        return self.start + self.count
-
-    @property
-    def stands(self) -> bool:
-        """Whether the request is where it was when this was scheduled."""
-        return self.request.status is Status.RUNNING and self.request.num_computed == self.start
 
 
 class InFlightStep:
     """picked: from the scheduler. copies: (source, destination) of blocks, to be made before the step."""
 
     def __init__(self, picked: Mapping[Request, int], copies: Sequence[tuple[int, int]]) -> None:
-        self.parts = [
-            Part(
-                request, count, request.num_computed, len(request.token_ids), scored_positions(request, count)
-            )
-            for request, count in picked.items()
-        ]
-        self.works: list[Work] = [work_of(request, count) for request, count in picked.items()]
+        self.requests = list(picked)
+        self.scheduled = [scheduled_sequence(request, count) for request, count in picked.items()]
         self.copies = list(copies)
         self.results: Callable[[], list[Result]] = list  # the runner's; raises what went wrong
         self.failed = False
@@ -61,42 +34,45 @@ class InFlightStep:
     def foreseeable(self, draws_alone: Callable[[SampleRow], bool]) -> bool:
         """Whether the next step can be scheduled without knowing this one's results. draws_alone: the runner's."""
         return not self.failed and all(
-            not work.scored_ids and len(work.rows) <= 1 and all(map(draws_alone, work.rows))
-            for work in self.works
+            not sequence.scored_ids and len(sequence.rows) <= 1 and all(map(draws_alone, sequence.rows))
+            for sequence in self.scheduled
         )
 
     def assume(self) -> None:
         """Let the requests look as if all went well. A last token gets no stand-in: there is nothing after it."""
         self._assumed = True
         row = 0
-        for part, work in zip(self.parts, self.works):
-            request = part.request
+        for request, sequence in zip(self.requests, self.scheduled):
             if request.status is not Status.FINISHED:
-                request.num_computed = part.end
-                if work.rows and request.num_output_tokens + 1 < request.max_tokens:
+                request.num_computed = sequence.end
+                if sequence.rows and request.num_output_tokens + 1 < request.max_tokens:
                     request.token_ids.append(drawn_by(row))
-            row += len(work.rows)
+            row += len(sequence.rows)
 
-    def settle(self, part: Part) -> None:
-        """A part has succeeded: its tokens are computed, and stand-ins make way for what comes instead."""
-        if self._assumed:
-            del part.request.token_ids[part.known :]
-        else:
-            part.request.num_computed = part.end
+    def settle(self, request: Request, sequence: ScheduledSequence) -> None:
+        """This sequence has succeeded: it is computed, and a stand-in makes way for what comes instead."""
+        if not self._assumed:
+            request.num_computed = sequence.end
+        elif sequence.rows:
+            del request.token_ids[sequence.end :]
 
     def withdraw(self, cache: CacheManager) -> None:
         """The step has failed: nothing that was assumed of it holds."""
         if not self._assumed:
             return
         self._assumed = False
-        for part in self.parts:
-            request = part.request
+        for request, sequence in zip(self.requests, self.scheduled):
             if request.status is Status.FINISHED:
                 continue
-            del request.token_ids[part.known :]
+            if sequence.rows:
+                del request.token_ids[sequence.end :]
             if request.status is Status.RUNNING:
-                request.num_computed = min(request.num_computed, part.start)
-            elif (
-                request.num_computed > part.start
-            ):  # preempted since, and it kept blocks that now hold nothing
-                request.num_computed = cache.cut(request.table, 0, part.start)
+                request.num_computed = min(request.num_computed, sequence.start)
+            elif request.num_computed > sequence.start:
+                # preempted since, and it kept blocks that now hold nothing
+                request.num_computed = cache.cut(request.table, 0, sequence.start)
+
+
+def stands(request: Request, sequence: ScheduledSequence) -> bool:
+    """Whether the request is where it was when this was scheduled."""
+    return request.status is Status.RUNNING and request.num_computed == sequence.start

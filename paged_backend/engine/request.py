@@ -12,6 +12,7 @@ from paged_backend.cache.block_table import BlockTable
 from paged_backend.constrain.state import GrammarState
 from paged_backend.engine.beam_search import BeamGroup
 from paged_backend.outputs import RequestMetrics
+from paged_backend.runner.history import TokenHistory
 from paged_backend.sampling_params import SamplingParams
 
 
@@ -34,6 +35,7 @@ class Request:
         "bad_words_ids",
         "constraint",
         "group",
+        "history",
         "index",
         "max_tokens",
         "metrics",
@@ -82,6 +84,7 @@ class Request:
         self.params = params
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.history = TokenHistory(self.token_ids, self.num_prompt_tokens)
         self.seed = seed
         self.stop_ids = tuple(stop_ids)
         self.bad_words_ids = tuple(tuple(word) for word in bad_words_ids)
@@ -174,7 +177,7 @@ class Request:
             owner=self.owner,
             group=self.group,
         )
-        other.token_ids = list(self.token_ids)
+        other.token_ids.extend(self.token_ids[self.num_prompt_tokens :])
         other.constraint = self.constraint.fork() if self.constraint is not None else None
         other.index, other.seats, other.arrival, other.priority = index, 1, self.arrival, self.priority
         other.status, other.table = self.status, table

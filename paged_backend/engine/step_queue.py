@@ -10,10 +10,11 @@ import contextlib
 import logging
 
 from paged_backend.cache.manager import CacheManager
-from paged_backend.engine.in_flight import InFlightStep, Part
-from paged_backend.engine.step_inputs import work_of
+from paged_backend.engine.in_flight import InFlightStep, stands
+from paged_backend.engine.request import Request
+from paged_backend.engine.step_inputs import scheduled_sequence
 from paged_backend.errors import DeviceLostError
-from paged_backend.runner.base import Result, Runner
+from paged_backend.runner.base import Result, Runner, ScheduledSequence
 
 logger = logging.getLogger("paged_backend")
 
@@ -35,7 +36,7 @@ class StepQueue:
         try:
             if in_flight.copies:
                 self._runner.copy_blocks(in_flight.copies)
-            in_flight.results = self._runner.launch(in_flight.works)
+            in_flight.results = self._runner.launch(in_flight.scheduled)
         except Exception as error:
             self._note_failure(in_flight, error)
         self.waiting = in_flight
@@ -66,23 +67,30 @@ class StepQueue:
             with contextlib.suppress(Exception):
                 behind.results()
         in_flight.withdraw(self._cache)
-        return [self._alone(part, in_flight) for part in in_flight.parts]
+        return [
+            self._alone(request, sequence, in_flight)
+            for request, sequence in zip(in_flight.requests, in_flight.scheduled)
+        ]
 
     def _note_failure(self, in_flight: InFlightStep, error: Exception) -> None:
         if isinstance(error, DeviceLostError):
             raise error
         in_flight.failed = True
         self.num_failed += 1
-        logger.warning("a step of %d requests failed (%r); running each alone", len(in_flight.parts), error)
+        logger.warning(
+            "a step of %d requests failed (%r); running each alone", len(in_flight.requests), error
+        )
 
-    def _alone(self, part: Part, in_flight: InFlightStep) -> Result | Exception | None:
+    def _alone(
+        self, request: Request, sequence: ScheduledSequence, in_flight: InFlightStep
+    ) -> Result | Exception | None:
         try:
-            mine = [pair for pair in in_flight.copies if pair[1] in part.request.table.block_ids]
+            mine = [pair for pair in in_flight.copies if pair[1] in request.table.block_ids]
             if mine:
                 self._runner.copy_blocks(mine)
-            if not part.stands:
+            if not stands(request, sequence):
                 return None
-            return self._runner.run([work_of(part.request, part.count)])[0]
+            return self._runner.run([scheduled_sequence(request, len(sequence.token_ids))])[0]
         except DeviceLostError:
             raise
         except Exception as error:

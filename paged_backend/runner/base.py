@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paged_backend.sequence_slice import SequenceSlice
+
 if TYPE_CHECKING:
-    from paged_backend.batch import SequenceSlice
     from paged_backend.runner.sampler import Sampled, SampleRow
 
 
-@dataclass(slots=True)
-class Work:
-    """One sequence's part of a step.
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence(SequenceSlice):
+    """What a step computes of one sequence, and what it draws and scores from that.
 
-    piece: its tokens. rows: the samples to draw from the logits of its last token (several for n > 1, none
-    while the prompt is incomplete). scored_ids: for prompt logprobs, the token that follows each of the first
-    ``len(scored_ids)`` of ``piece.logit_rows``. num_top: how many alternatives to report for those.
+    rows: the samples to draw from the logits of its last token (several for n > 1, none while the prompt is
+    incomplete). scored_ids: for prompt logprobs, the token that follows each of the first ``len(scored_ids)`` of
+    ``logit_rows``. num_top: how many alternatives to report for those.
     """
 
-    piece: SequenceSlice
-    rows: list[SampleRow]
-    scored_ids: list[int] = field(default_factory=list)
+    rows: Sequence[SampleRow] = ()
+    scored_ids: Sequence[int] = ()
     num_top: int = 0
 
 
 @dataclass(slots=True)
 class Result:
-    """sampled: one per row of the work, an exception where that row alone could not be sampled."""
+    """sampled: one per row of the sequence, an exception where that row alone could not be sampled."""
 
     sampled: list[Sampled | Exception]
     prompt_logprobs: list[Sampled]
@@ -48,12 +48,12 @@ class Runner(ABC):
     runs_ahead = False
 
     @abstractmethod
-    def run(self, works: Sequence[Work]) -> list[Result]:
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
         """Compute one step."""
 
-    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+    def launch(self, scheduled: Sequence[ScheduledSequence]) -> Callable[[], list[Result]]:
         """Begin a step; what is returned waits for it and gives its results, or raises what went wrong."""
-        results = self.run(works)
+        results = self.run(scheduled)
         return lambda: results
 
     def draws_alone(self, row: SampleRow) -> bool:

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.batch import Batch, SequenceSlice
+from paged_backend.batch import Batch
 from paged_backend.errors import DeviceLostError
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
-from paged_backend.runner.base import Result, Runner, Work
+from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_rows import is_decode, penalty_columns, rows_of, sampled_of, sampling_columns
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.model_runner import Model
 from paged_backend.runner.sampler import (
     Sampled,
@@ -99,23 +100,20 @@ class DeviceRunner(Runner):
 
         A prompt of ``tokens`` tokens, then one token after it, all in the null block, where nobody looks.
         """
-        row = SampleRow(SamplingParams(temperature=0).resolved(), [], [], 0)
+        row = SampleRow(SamplingParams(temperature=0).resolved(), TokenHistory([], 0), 0, seed=0)
         blocks = np.zeros(-(-(tokens + 1) // self.block_size), np.int32)
-        for piece in (
-            SequenceSlice([0] * tokens, 0, blocks, [tokens - 1]),
-            SequenceSlice([0], tokens, blocks, [0]),
-        ):
-            self.run([Work(piece, [row])])
+        self.run([ScheduledSequence([0] * tokens, 0, blocks, [tokens - 1], [row])])
+        self.run([ScheduledSequence([0], tokens, blocks, [0], [row])])
 
     def draws_alone(self, row: SampleRow) -> bool:
         return only_penalises(row) and (self._whole_contexts or not penalised(row))
 
-    def run(self, works: Sequence[Work]) -> list[Result]:
-        return self.launch(works)()
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
+        return self.launch(scheduled)()
 
-    def launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
+    def launch(self, scheduled: Sequence[ScheduledSequence]) -> Callable[[], list[Result]]:
         with self._losses_told():
-            results = self._launch(works)
+            results = self._launch(scheduled)
 
         def wait() -> list[Result]:
             with self._losses_told():
@@ -124,8 +122,8 @@ class DeviceRunner(Runner):
         return wait
 
     @torch.inference_mode()
-    def _launch(self, works: Sequence[Work]) -> Callable[[], list[Result]]:
-        batch = Batch.build([work.piece for work in works], self.block_size)
+    def _launch(self, scheduled: Sequence[ScheduledSequence]) -> Callable[[], list[Result]]:
+        batch = Batch.build(scheduled, self.block_size)
         lens = batch.attention.seq_lens
         arrays = {
             "input_ids": batch.input_ids.numpy(),
@@ -135,18 +133,18 @@ class DeviceRunner(Runner):
             "seq_lens": lens.numpy(),
             "block_table": batch.attention.block_table.numpy(),
         }
-        rows, picks = rows_of(works)
+        rows, picks = rows_of(scheduled)
         arrays |= sampling_columns(rows)
         variant, others = "draw", list[int]()
         if not all(map(self.draws_alone, rows)):
             variant, others = "with logits", [i for i, row in enumerate(rows) if not only_truncates(row)]
         elif any(map(penalised, rows)):
             variant = "penalise"
-            arrays |= penalty_columns(works)
+            arrays |= penalty_columns(scheduled)
         longest = int(lens.max())
         self._make_room(int(arrays["block_table"].max()) + 1)
         logits: Tensor | None = None
-        if self._graphs is not None and is_decode(works):
+        if self._graphs is not None and is_decode(scheduled):
             if others and self._logits is None:
                 shape = (len(self._drawn), self.vocab_size)
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self.kernels.device)
@@ -158,7 +156,7 @@ class DeviceRunner(Runner):
             tensors = self._staging.send(arrays)
             if int(arrays["input_ids"].min()) < 0:
                 self._resolve(tensors)
-            counts = tuple({len(work.piece.token_ids) for work in works})
+            counts = tuple({len(sequence.token_ids) for sequence in scheduled})
             logits = self._forward(tensors, tensors["logit_rows"], counts, longest)
             whole = picks == list(range(logits.shape[0]))
             drawn_from = logits if whole else logits[tensors["picks"]]
@@ -177,7 +175,7 @@ class DeviceRunner(Runner):
             if left is not None:
                 for i, other in zip(others, self.sampler.sample(left.cpu(), [rows[i] for i in others])):
                     sampled[i] = other
-            return self._results(works, logits, sampled)
+            return self._results(scheduled, logits, sampled)
 
         return results
 
@@ -205,19 +203,22 @@ class DeviceRunner(Runner):
         ids.copy_(torch.where(ids < 0, drawn, ids))
 
     def _results(
-        self, works: Sequence[Work], logits: Tensor | None, sampled: Sequence[Sampled | Exception]
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        logits: Tensor | None,
+        sampled: Sequence[Sampled | Exception],
     ) -> list[Result]:
         drawn = iter(sampled)
         results: list[Result] = []
         first = 0
-        for work in works:
-            count = len(work.scored_ids)
+        for sequence in scheduled:
+            count = len(sequence.scored_ids)
             scores: list[Sampled] = []
             if count and logits is not None:
                 scored = logits[first : first + count]
-                scores = self.sampler.prompt_logprobs(scored, work.scored_ids, work.num_top)
-            first += len(work.piece.logit_rows)
-            results.append(Result([next(drawn) for _ in work.rows], scores))
+                scores = self.sampler.prompt_logprobs(scored, sequence.scored_ids, sequence.num_top)
+            first += len(sequence.logit_rows)
+            results.append(Result([next(drawn) for _ in sequence.rows], scores))
         return results
 
     def _forward(

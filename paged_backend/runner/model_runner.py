@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_backend.batch import Batch
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
-from paged_backend.runner.base import Result, Runner, Work
+from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
 
 
@@ -60,8 +60,8 @@ class ModelRunner(Runner):
         return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * kv_dtype.itemsize
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work]) -> list[Result]:
-        batch = Batch.build([work.piece for work in works], self.block_size)
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
+        batch = Batch.build(scheduled, self.block_size)
         logits = self.model.forward(
             batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
         )
@@ -69,22 +69,26 @@ class ModelRunner(Runner):
         picks: list[int] = []
         rows: list[SampleRow] = []
         first = 0
-        for work in works:
-            count = len(work.scored_ids)
+        for sequence in scheduled:
+            count = len(sequence.scored_ids)
             scores.append(
-                self.sampler.prompt_logprobs(logits[first : first + count], work.scored_ids, work.num_top)
+                self.sampler.prompt_logprobs(
+                    logits[first : first + count], sequence.scored_ids, sequence.num_top
+                )
                 if count
                 else []
             )
-            first += len(work.piece.logit_rows)
-            picks.extend([first - 1] * len(work.rows))
-            rows.extend(work.rows)
+            first += len(sequence.logit_rows)
+            picks.extend([first - 1] * len(sequence.rows))
+            rows.extend(sequence.rows)
         sampled: list[Sampled | Exception] = []
         if rows:
             whole = picks == list(range(logits.shape[0]))
             sampled = self.sampler.sample(logits if whole else logits[picks], rows)
         drawn = iter(sampled)
-        return [Result([next(drawn) for _ in work.rows], score) for work, score in zip(works, scores)]
+        return [
+            Result([next(drawn) for _ in sequence.rows], score) for sequence, score in zip(scheduled, scores)
+        ]
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

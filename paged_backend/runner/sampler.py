@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paged_backend.errors import RequestFailedError
+from paged_backend.runner.history import TokenHistory
 from paged_backend.sampling_params import SamplingParams
 
 _BLOCK = 256  # width of the blocks that maxima and sums are taken over first
@@ -38,9 +39,9 @@ class SampleRow:
     """What a row of logits is sampled with; read, never changed.
 
     params: resolved, so no None in the fields of ``sampling_params.DEFAULTS``.
-    prompt_token_ids: read for repetition_penalty and bad words only. output_token_ids: tokens sampled so far.
-    seed: any int. The noise of a token is a function of (seed, len(output_token_ids)).
-    stop_ids: not sampled while ``len(output_token_ids) < params.min_tokens``: every end-of-sequence id of the
+    history: the sequence's tokens, of which ``num_output_tokens`` are output so far.
+    seed: any int. The noise of a token is a function of (seed, num_output_tokens).
+    stop_ids: not sampled while ``num_output_tokens < params.min_tokens``: every end-of-sequence id of the
     model (not only the tokenizer's) and the request's stop_token_ids.
     bad_words_ids: token sequences whose last token is barred when the context ends with the tokens before it.
     constraint: what a grammar allows here, None without one.
@@ -48,8 +49,8 @@ class SampleRow:
     """
 
     params: SamplingParams
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    history: TokenHistory
+    num_output_tokens: int
     seed: int
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
@@ -196,7 +197,7 @@ def _masked(row: SampleRow) -> bool:
         or bool(row.bad_words_ids)
         or row.constraint is not None
         or bool(p.logits_processors)
-        or len(row.output_token_ids) < p.min_tokens
+        or row.num_output_tokens < p.min_tokens
     )
 
 
@@ -204,18 +205,17 @@ def _process(raw: Array, row: SampleRow) -> Array:
     p, values = row.params, raw.copy()
     vocab = len(values)
     if p.repetition_penalty is not None and p.repetition_penalty != 1.0:
-        # A repeated id is read before any is written, so it is penalised once.
-        ids = np.array(row.prompt_token_ids + row.output_token_ids, np.int64)
+        ids = row.history.context_ids(row.num_output_tokens)
         ids = ids[(ids >= 0) & (ids < vocab)]  # placeholders of other modalities have no logit to change
         score = values[ids]
         values[ids] = np.where(score < 0, score * p.repetition_penalty, score / p.repetition_penalty)
     if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0:
-        ids, counts = np.unique(np.array(row.output_token_ids, np.int64), return_counts=True)
+        ids, counts = row.history.output_counts(row.num_output_tokens)
         values[ids] -= (p.frequency_penalty * counts + p.presence_penalty).astype(np.float32)
     if p.logit_bias:
         ids = _checked("logit_bias", tuple(p.logit_bias), vocab)
         values[ids] += np.fromiter(p.logit_bias.values(), np.float32, len(ids))
-    if len(row.output_token_ids) < p.min_tokens:
+    if row.num_output_tokens < p.min_tokens:
         values[[i for i in row.stop_ids if 0 <= i < vocab]] = -np.inf
     if p.allowed_token_ids is not None:
         ids = _checked("allowed_token_ids", p.allowed_token_ids, vocab)
@@ -223,14 +223,14 @@ def _process(raw: Array, row: SampleRow) -> Array:
         values.fill(-np.inf)
         values[ids] = kept
     for word in row.bad_words_ids:
-        if word and 0 <= word[-1] < vocab and _ends_with(row, word[:-1]):
+        if word and 0 <= word[-1] < vocab and row.history.ends_with(word[:-1], row.num_output_tokens):
             values[word[-1]] = -np.inf
     if row.constraint is not None:
         allowed = row.constraint.mask()[:vocab]
         np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
         values[len(allowed) :] = -np.inf
     for processor in p.logits_processors:
-        values = processor(row.prompt_token_ids, row.output_token_ids, values)
+        values = processor(row.history.prompt(), row.history.output(row.num_output_tokens), values)
         if getattr(values, "shape", None) != (vocab,):
             raise RequestFailedError(f"a logits processor must return an array of {vocab} logits")
     if not np.isfinite(values.max()):
@@ -246,14 +246,6 @@ def _checked(name: str, ids: Sequence[int], vocab: int) -> Array:
     if len(array) and not 0 <= array.min() <= array.max() < vocab:
         raise RequestFailedError(f"{name} has an id outside the vocabulary of {vocab}: {array.max()}")
     return array
-
-
-def _ends_with(row: SampleRow, prefix: tuple[int, ...]) -> bool:
-    n, output = len(prefix), row.output_token_ids
-    if n <= len(output):
-        return tuple(output[len(output) - n :]) == prefix
-    missing = n - len(output)
-    return missing <= len(row.prompt_token_ids) and (*row.prompt_token_ids[-missing:], *output) == prefix
 
 
 # -------------------------------------------------------------------------------- drawing and scoring
@@ -279,7 +271,7 @@ def _draw(values: Array, row: SampleRow) -> int:
     if kept is not None:
         inside = np.flatnonzero(kept)
         ids, weights = inside if ids is None else ids[inside], weights[inside]
-    noise = uniform(row.seed, len(row.output_token_ids))
+    noise = uniform(row.seed, row.num_output_tokens)
     picked = _cross(weights, noise * float(weights.sum()), "right")
     return picked if ids is None else int(ids[picked])
 

@@ -36,12 +36,9 @@ class NoisyRunner(ScriptedRunner):
     sampler = Sampler()
 
     def _result(self, work):
-        end = work.piece.start + len(work.piece.token_ids)
         if not work.rows:
             return Result([], [])
-        noise = (
-            np.random.default_rng(self._read(work, end)).standard_normal(self.vocab_size).astype(np.float32)
-        )
+        noise = np.random.default_rng(self._read(work)).standard_normal(self.vocab_size).astype(np.float32)
         logits = torch.from_numpy(3 * noise).repeat(len(work.rows), 1)
         return Result(self.sampler.sample(logits, work.rows), [])
 

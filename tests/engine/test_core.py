@@ -209,7 +209,7 @@ def test_a_step_that_fails_hurts_only_the_request_that_fails_alone(scripted_core
         make(core, str(i), prompt, max_tokens=10)
 
     def fault(works):
-        if any(work.piece.token_ids and 777_777 in work.piece.token_ids for work in works):
+        if any(work.token_ids and 777_777 in work.token_ids for work in works):
             raise RuntimeError("kernel fault")
 
     core.runner.before_run = fault
@@ -251,7 +251,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone(scripted_core):
 
     def result(work):
         out = original(work)
-        if work.piece.token_ids[-1] == 6:
+        if work.token_ids[-1] == 6:
             out.sampled[:] = [ValueError("every token is masked")]
         return out
 

@@ -10,6 +10,7 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.admission import OutputLengths
 from paged_backend.engine.request import Request, Status
 from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.waiting_queue import WaitingQueue
 from paged_backend.sampling_params import SamplingParams
 
 SIZE = 16
@@ -320,6 +321,38 @@ def test_every_request_of_a_random_trace_finishes(seed):
         assert trace.steps < 20_000
     assert len(trace.finished) == 40
     assert trace.cache.pool.num_free == trace.cache.pool.capacity
+
+
+@pytest.mark.parametrize("seats", [4, 64])
+def test_a_step_looks_at_a_bounded_number_of_those_that_wait(seats, monkeypatch):
+    def never(queue):
+        raise AssertionError("a step went through all that wait")
+
+    def looks(waiting: int) -> int:
+        trace = Trace(30, seats=seats)
+        shared = list(range(40))
+        for i in range(4 + waiting):
+            prompt = [*shared, i] if i % 3 == 0 else [i + 1000] * 60
+            trace.add(prompt, 60, priority=i % 2)
+        count, match = [0], trace.cache.match
+
+        def counted(*args):
+            count[0] += 1
+            return match(*args)
+
+        monkeypatch.setattr(trace.cache, "match", counted)
+        with monkeypatch.context() as patch:
+            patch.setattr(WaitingQueue, "__iter__", never)
+            for _ in range(100):
+                for request, tokens in trace.scheduler.schedule().items():
+                    request.num_computed += tokens
+                    trace.cache.commit(request.table, request.token_ids, request.num_computed)
+                    if request.num_pending == 0:
+                        request.token_ids.append(1)
+        assert trace.scheduler.stats.num_preemptions > 0 or seats == 4
+        return count[0]
+
+    assert looks(2000) <= looks(200)
 
 
 def test_expected_output_length_follows_what_was_seen():

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'
 
 from paged_backend.kernels.triton.backend import TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.sampler import SampleRow, _process
 from paged_backend.sampling_params import SamplingParams
 
@@ -38,9 +39,10 @@ def test_logits_are_penalised_as_the_host_does_it(seed: int) -> None:
             frequency_penalty=float(rng.choice([0.0, 0.4, -0.3])),
             presence_penalty=float(rng.choice([0.0, 0.2, -1.1])),
         )
-        rows.append(SampleRow(params.resolved({}), mine[:prompt].tolist(), mine[prompt:].tolist(), 0))
+        history = TokenHistory(mine.tolist(), prompt)
+        rows.append(SampleRow(params.resolved({}), history, len(mine) - prompt, 0))
     spared = 3
-    prompt_lens = [len(row.prompt_token_ids) for row in rows]
+    prompt_lens = [row.history.num_prompt_tokens for row in rows]
     prompt_lens[spared] = -1
     raw = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
     logits = raw.clone()

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
 from paged_backend.kernels.triton.backend import TritonKernels
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.sampler import Sampler, SampleRow, uniform
 from paged_backend.sampling_params import SamplingParams
 
@@ -27,7 +28,7 @@ def draw(
         "noise": torch.tensor([uniform(seed, 0) for seed in seeds], dtype=torch.float64),
     }
     ours = TritonKernels("cpu", "float32").sample(logits, **columns).tolist()
-    rows = [SampleRow(p, [], [], seed) for p, seed in zip(params, seeds)]
+    rows = [SampleRow(p, TokenHistory([], 0), 0, seed) for p, seed in zip(params, seeds)]
     theirs = [None if isinstance(r, Exception) else r.token_id for r in Sampler().sample(logits, rows)]
     return ours, theirs
 

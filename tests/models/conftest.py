@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_backend.batch import Batch, SequenceSlice
+from paged_backend.batch import Batch
 from paged_backend.config import EngineConfig
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.models.loading import LoadedModel, load_model
+from paged_backend.sequence_slice import SequenceSlice
 
 BLOCK = 4
 

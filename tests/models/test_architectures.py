@@ -165,7 +165,8 @@ def test_a_prefix_already_in_the_cache_gives_the_same_logits(pair, close, new_se
 def test_only_asked_rows_are_computed_and_none_may_be_asked(make_pair, close):
     import torch
 
-    from paged_backend.batch import Batch, SequenceSlice
+    from paged_backend.batch import Batch
+    from paged_backend.sequence_slice import SequenceSlice
 
     pair = make_pair(*CASES["llama"])
     theirs = pair.their_logits(PROMPT)

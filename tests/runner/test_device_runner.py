@@ -14,14 +14,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
-from paged_backend.batch import SequenceSlice
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 from paged_backend.runner import device_memory
-from paged_backend.runner.base import Work, drawn_by
+from paged_backend.runner.base import ScheduledSequence, drawn_by
 from paged_backend.runner.decode_graphs import DecodeGraphs, graph_context, graph_rows, padded
 from paged_backend.runner.device_memory import GrowingCache
 from paged_backend.runner.device_runner import DeviceRunner
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.model_runner import ModelRunner
 from paged_backend.runner.sampler import SampleRow
 from paged_backend.runner.staging import Staging, room_for
@@ -69,16 +69,18 @@ class Eager:
 
 
 def row(position: int = 0, **options: Any) -> SampleRow:
-    return SampleRow(SamplingParams(**options).resolved({}), [], [7] * position, seed=3)
+    return SampleRow(
+        SamplingParams(**options).resolved({}), TokenHistory([7] * position, 0), position, seed=3
+    )
 
 
-def prompt(ids: list[int], blocks: list[int], rows: list[SampleRow], **options: Any) -> Work:
+def prompt(ids: list[int], blocks: list[int], rows: list[SampleRow], **options: Any) -> ScheduledSequence:
     last = [*options.pop("scored", []), len(ids) - 1]
-    return Work(SequenceSlice(ids, 0, np.array(blocks, np.int32), last), rows, **options)
+    return ScheduledSequence(ids, 0, np.array(blocks, np.int32), last, rows, **options)
 
 
-def decode(token: int, start: int, blocks: list[int], one: SampleRow) -> Work:
-    return Work(SequenceSlice([token], start, np.array(blocks, np.int32), [0]), [one])
+def decode(token: int, start: int, blocks: list[int], one: SampleRow) -> ScheduledSequence:
+    return ScheduledSequence([token], start, np.array(blocks, np.int32), [0], [one])
 
 
 def device_runner(capture: Any = None, num_blocks: int = 20, held: int | None = None) -> DeviceRunner:
@@ -104,7 +106,7 @@ def fill_the_device(monkeypatch: pytest.MonkeyPatch, tensor: int) -> None:
     monkeypatch.setattr(device_memory, "_grown", failing)
 
 
-def steps() -> list[list[Work]]:
+def steps() -> list[list[ScheduledSequence]]:
     """Prompts, a mixed step, decodes; rows that the device draws and rows that the host must."""
     penalised = row(repetition_penalty=1.5, temperature=0.0)
     first = [
@@ -150,13 +152,13 @@ def test_the_device_runner_gives_what_the_host_runner_gives(capture: Any) -> Non
 def test_a_step_may_name_tokens_that_the_step_before_it_draws(capture: Any) -> None:
     greedy, drawn = row(temperature=0.0), row(1, temperature=1.0)
 
-    def first() -> list[Work]:
+    def first() -> list[ScheduledSequence]:
         return [prompt([1, 2, 3, 4, 5, 6], [3, 9], [drawn]), prompt([9, 8, 7], [5], [greedy])]
 
-    def second(a: int, b: int) -> list[Work]:
+    def second(a: int, b: int) -> list[ScheduledSequence]:
         return [decode(b, 3, [5], row(1, temperature=0.0)), decode(a, 6, [3, 9], row(2, temperature=1.0))]
 
-    def third(a: int) -> list[Work]:  # beside a prompt, so that it is no graph
+    def third(a: int) -> list[ScheduledSequence]:  # beside a prompt, so that it is no graph
         return [decode(a, 7, [3, 9], row(3, temperature=0.0)), prompt([1, 2], [7], [row(temperature=0.0)])]
 
     runner = device_runner(capture)
@@ -190,7 +192,8 @@ def test_penalties_see_what_the_step_before_has_just_drawn(capture: Any) -> None
     options = {"temperature": 0.0, "repetition_penalty": 3.0, "frequency_penalty": 1.5}
 
     def penalised(prompt_ids: list[int], output: list[int]) -> SampleRow:
-        return SampleRow(SamplingParams(**options).resolved({}), prompt_ids, output, seed=0)
+        history = TokenHistory(prompt_ids + output, len(prompt_ids))
+        return SampleRow(SamplingParams(**options).resolved({}), history, len(output), seed=0)
 
     def drawn(runner: Any, known: bool) -> list[list[int]]:
         """Three steps of two requests: tokens named as they are, or as what the step before will have drawn."""
@@ -226,7 +229,7 @@ def test_a_copied_block_brings_the_tokens_that_penalties_look_for() -> None:
         runner.run([prompt([1, 2, 3], [2], [row(temperature=0.0)])])
         runner.copy_blocks([(2, 15)])
         params = SamplingParams(temperature=0.0, repetition_penalty=3.0).resolved({})
-        again = decode(4, 3, [15], SampleRow(params, [1, 2, 3], [4], seed=0))
+        again = decode(4, 3, [15], SampleRow(params, TokenHistory([1, 2, 3, 4], 3), 1, seed=0))
         return [result.sampled[0].token_id for result in runner.run([again])]
 
     kernels = ReferenceKernels()
@@ -250,7 +253,7 @@ def test_graphs_are_captured_once_per_size_and_again_when_the_pool_has_moved() -
 
 
 def test_rows_that_the_host_draws_do_not_keep_a_decode_step_from_being_a_graph() -> None:
-    def works() -> list[Work]:
+    def works() -> list[ScheduledSequence]:
         penalised = row(1, repetition_penalty=1.5, temperature=0.0)
         return [
             decode(11, 6, [3, 9], row(1, temperature=0.7)),

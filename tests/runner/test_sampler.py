@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from paged_backend.errors import RequestFailedError
+from paged_backend.runner.history import TokenHistory
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow, uniform
 from paged_backend.sampling_params import SamplingParams
 
@@ -32,7 +33,8 @@ class Mask:
 def make_row(prompt=(), output=(), seed=0, stop_ids=(), bad_words_ids=(), mask=None, **params):
     constraint = None if mask is None else Mask(mask)
     resolved = SamplingParams(**params).resolved()
-    return SampleRow(resolved, list(prompt), list(output), seed, stop_ids, bad_words_ids, constraint)
+    history = TokenHistory([*prompt, *output], len(prompt))
+    return SampleRow(resolved, history, len(output), seed, stop_ids, bad_words_ids, constraint)
 
 
 def make_logits(*shape, seed=0, scale=2.0):
@@ -47,17 +49,17 @@ def sample_one(logits, row):
 def hf_scores(logits, row):
     """The row's distribution as transformers computes it, in generate's order."""
     p = row.params
-    ids = torch.tensor([row.prompt_token_ids + row.output_token_ids], dtype=torch.long)
+    ids = torch.tensor([row.history.token_ids], dtype=torch.long)
     scores = logits.reshape(1, -1).clone()
     steps = []
     if p.repetition_penalty != 1:
         steps.append(hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
     if p.logit_bias:
         steps.append(hf.SequenceBiasLogitsProcessor([[[i], b] for i, b in p.logit_bias.items()]))
-    if len(row.output_token_ids) < p.min_tokens:
+    if row.num_output_tokens < p.min_tokens:
         steps.append(
             hf.MinNewTokensLengthLogitsProcessor(
-                len(row.prompt_token_ids), p.min_tokens, list(row.stop_ids), device="cpu"
+                row.history.num_prompt_tokens, p.min_tokens, list(row.stop_ids), device="cpu"
             )
         )
     if row.bad_words_ids:
@@ -78,7 +80,7 @@ def hf_scores(logits, row):
 def assert_drawn_from(scores, row, token):
     """The token is the one where the cumulative distribution, in id order, passes the row's noise."""
     mass = torch.softmax(scores.double(), -1).cumsum(0)
-    u = uniform(row.seed, len(row.output_token_ids))
+    u = uniform(row.seed, row.num_output_tokens)
     low = float(mass[token - 1]) if token else 0.0
     assert low - 1e-5 <= u <= float(mass[token]) + 1e-5
     assert scores[token] > -math.inf or min(abs(u - low), abs(u - float(mass[token]))) < 1e-5

@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_backend.batch import Batch, SequenceSlice
+from paged_backend.batch import Batch
 from paged_backend.errors import UnsupportedModelError
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.transformers.attention import NAME, is_causal_window, register
+from paged_backend.sequence_slice import SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,9 +219,7 @@ def test_the_chat_template_s_bos_is_the_only_one():
     )
     seen = []
     with reply_engine(respond, tokenizer) as engine:
-        engine._core.runner.before_run = lambda works: seen.extend(
-            w.piece.token_ids for w in works if not w.piece.start
-        )
+        engine._core.runner.before_run = lambda works: seen.extend(w.token_ids for w in works if not w.start)
         ChatPaged(model="s", engine=engine, temperature=0).invoke("hello")
         PagedLLM(model="s", engine=engine, temperature=0).invoke(raw("hello"))
     chat_ids, completion_ids = seen

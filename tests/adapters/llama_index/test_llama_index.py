@@ -213,9 +213,7 @@ def test_chats_have_the_template_s_bos_only():
     )
     seen = []
     with reply_engine(respond, tokenizer) as engine:
-        engine._core.runner.before_run = lambda works: seen.extend(
-            w.piece.token_ids for w in works if not w.piece.start
-        )
+        engine._core.runner.before_run = lambda works: seen.extend(w.token_ids for w in works if not w.start)
         PagedLLM("s", engine=engine, temperature=0).chat(user("hello"))
         PagedLLM("s", engine=engine, temperature=0).complete(raw("hello"))
     assert [ids.count(0) for ids in seen] == [1, 1]
