@@ -53,6 +53,10 @@ def serve(
         float, typer.Option(help="Seconds without a step until the engine is restarted.")
     ] = 120.0,
     max_restarts: Annotated[int, typer.Option(help="Failed starts in a row until it gives up.")] = 5,
+    max_stored_responses: Annotated[
+        int, typer.Option(help="Responses kept for previous_response_id; 0 keeps none.")
+    ] = 1000,
+    max_stored_bytes: Annotated[int, typer.Option(help="Bytes of all that are kept.")] = 64 << 20,
     chat_template: Annotated[
         str | None, typer.Option(help="File with a Jinja template, or the name of one of the model's.")
     ] = None,
@@ -94,6 +98,8 @@ def serve(
             drain_timeout=drain_timeout,
             stall_timeout=stall_timeout,
             max_restarts=max_restarts,
+            max_stored_responses=max_stored_responses,
+            max_stored_bytes=max_stored_bytes,
             chat_template=_template(chat_template),
             trust_request_chat_template=trust_request_chat_template,
             log_format=log_format,

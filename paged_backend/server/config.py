@@ -22,6 +22,7 @@ class ServerConfig:
     drain_timeout: seconds that running requests get to finish at shutdown.
     stall_timeout: seconds without a finished step, while there is work, until the engine is restarted.
     max_restarts: failed starts in a row until the server gives up.
+    max_stored_responses, max_stored_bytes: how much of the Responses API is kept in memory; 0 keeps nothing.
     trust_request_chat_template: allow ``chat_template`` in requests; a template is a program.
     chat_template: a Jinja template, or the name of one of the model's, that replaces its default.
     log_format: ``text`` or ``json``. log_prompts: write prompts and tracebacks to the log.
@@ -40,6 +41,8 @@ class ServerConfig:
     drain_timeout: float = 30.0
     stall_timeout: float = 120.0
     max_restarts: int = 5
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 64 << 20
     trust_request_chat_template: bool = False
     chat_template: str | None = None
     log_format: str = "text"
@@ -62,7 +65,8 @@ class ServerConfig:
         _whole("port", self.port, 0, 65535)
         _whole("max_waiting", self.max_waiting, 0)
         _whole("max_body_bytes", self.max_body_bytes, 1024)
-        _whole("max_restarts", self.max_restarts, 0)
+        for name in ("max_restarts", "max_stored_responses", "max_stored_bytes"):
+            _whole(name, getattr(self, name), 0)
         for name in ("request_timeout", "slow_reader_timeout", "drain_timeout", "stall_timeout"):
             value = getattr(self, name)
             if value is None and name == "request_timeout":

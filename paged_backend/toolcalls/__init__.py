@@ -13,7 +13,7 @@ from paged_backend.toolcalls.parser import (
     parse_reply,
 )
 from paged_backend.toolcalls.prompt import chat_prompt
-from paged_backend.toolcalls.reasoning import ReasoningParser, reasoning_parser_for
+from paged_backend.toolcalls.reasoning import ReasoningParser, reasoning_options, reasoning_parser_for
 from paged_backend.toolcalls.response_format import response_outputs
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "chat_prompt",
     "parse_reply",
     "prepare_chat",
+    "reasoning_options",
     "reasoning_parser_for",
     "response_outputs",
     "tool_format_for",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from paged_backend.errors import RequestRejectedError
 from paged_backend.text.pieces import Pieces
 from paged_backend.toolcalls.parser import partial
 
@@ -14,10 +15,12 @@ START, END = "<think>", "</think>"
 class ReasoningParser:
     """Feed it text in pieces of any size with :meth:`push`. A model thinks once, before all else or not at all.
 
-    begun: the prompt itself ended with the start marker, so that the reply begins with thoughts.
+    begun: the prompt itself ended with the start marker, so that the reply begins with thoughts. count: gives the
+    number of tokens of a text.
     """
 
-    def __init__(self, begun: bool = False) -> None:
+    def __init__(self, begun: bool = False, count: Callable[[str], int] = len) -> None:
+        self.count = count
         self._state = "thinking" if begun else "start"
         self._buffer = ""
         self._space = Pieces()  # white space that counts only if more text of its kind follows
@@ -75,4 +78,32 @@ def reasoning_parser_for(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Rea
     if not any(END in template for template in templates.values()):
         return None
     tail = tokenizer.decode(list(prompt_token_ids[-8:]), skip_special_tokens=False)
-    return ReasoningParser(begun=tail.rstrip().endswith(START))
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False)) if text else 0
+
+    return ReasoningParser(tail.rstrip().endswith(START), count)
+
+
+def reasoning_options(tokenizer: Any, wanted: bool | None, effort: str | None, place: str) -> dict[str, Any]:
+    """Variables for the chat template that make the model think or not, None: as it likes.
+
+    Raises ``RequestRejectedError``, which begins with ``place``, where the template knows of no such choice.
+    """
+    templates = (getattr(tokenizer, "templates", {}) or {}).values()
+
+    def known(name: str) -> bool:
+        return any(name in template for template in templates)
+
+    variables: dict[str, Any] = {}
+    if known("enable_thinking") and wanted is not None:
+        variables["enable_thinking"] = wanted
+    elif wanted is False and known(END):
+        raise RequestRejectedError(f"{place} cannot turn off thoughts: this model always thinks")
+    if effort is not None:
+        if not known("reasoning_effort"):
+            raise RequestRejectedError(
+                f"{place} is not supported: this model's chat template does not know it"
+            )
+        variables["reasoning_effort"] = effort
+    return variables

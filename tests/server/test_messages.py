@@ -196,6 +196,7 @@ async def test_arguments_that_were_cut_off_are_as_far_as_they_came(arguments, fo
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 3,
         "output_tokens": 5,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     assert message["usage"] == usage
     events = [json.loads(line[6:]) for body in [b async for b in made[1].events()]

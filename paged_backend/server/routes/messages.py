@@ -20,7 +20,6 @@ from paged_backend.server.wire.anthropic import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
-    check_context_management,
     error_body,
     template_variables,
 )
@@ -95,7 +94,6 @@ async def _open(serving: Serving, body: MessagesRequest) -> MessageBuilder:
 
 def _chat(serving: Serving, body: Prompt) -> dict[str, Any]:
     """What the prompt is made of, as ``prepare_chat`` takes it."""
-    check_context_management(body)
     messages = chat_messages(body)
     goes_on = messages[-1]["role"] == "assistant"  # the answer continues it
     if goes_on and messages[-1].get("tool_calls"):
@@ -105,6 +103,6 @@ def _chat(serving: Serving, body: Prompt) -> dict[str, Any]:
         "messages": messages,
         "tools": None if none else chat_tools(body.tools),
         "continue_final_message": goes_on,
-        "chat_template_kwargs": template_variables(body, serving.tokenizer.templates),
+        "chat_template_kwargs": template_variables(body, serving.tokenizer),
         "add_special_tokens": bool(getattr(body, "add_special_tokens", None)),
     }

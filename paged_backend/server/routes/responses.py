@@ -1,33 +1,38 @@
-"""/v1/responses: create and stream; text, function tools, JSON schemas. Nothing is stored."""
+"""/v1/responses: create, go on from an earlier one, retrieve, delete. What is kept is kept in memory."""
 
 from __future__ import annotations
 
+import functools
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 from openai.types.responses import Response as OpenAIResponse
-from starlette.responses import Response
+from pydantic_core import from_json
 
-from paged_backend.errors import RequestRejectedError
+from paged_backend.errors import ContextOverflowError, RequestRejectedError
 from paged_backend.server.routes.answers import EventStream, json_answer, unless_gone
 from paged_backend.server.routes.prompts import open_chat
 from paged_backend.server.routes.serving import Serving, serving_of
+from paged_backend.server.store import StoredResponse, UnknownResponseError
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.response_events import ResponseBuilder
+from paged_backend.server.wire.response_items import bad, chat_messages, input_items, without_oldest_turns
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body
-from paged_backend.server.wire.sse import event
-from paged_backend.toolcalls import response_outputs
+from paged_backend.toolcalls import ChatCall, reasoning_options, reasoning_parser_for, response_outputs
 
 router = APIRouter(tags=["OpenAI"])
 _NOT_HERE = (
-    "n", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "num_beams",
-    "use_beam_search", "length_penalty", "early_stopping",
+    "n", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "num_beams", "use_beam_search",
+    "length_penalty", "early_stopping",
 )  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"
 
 
 @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest), response_model=OpenAIResponse)
@@ -38,116 +43,211 @@ async def create_response(request: Request) -> Response:
     serving.check_model(body.model)
     for name in _NOT_HERE:
         if getattr(body, name) is not None:
-            raise _bad(name, "is not supported by this route", "unsupported_parameter")
+            raise bad(name, "is not supported by this route", "unsupported_parameter")
     answer = await unless_gone(serving, request, _open(serving, body))
     request.state.job = answer.job  # for the log
     if body.stream:
-        return EventStream(
-            serving,
-            answer.job,
-            answer.events(),
-            lambda error: event(answer.failure(error).model_dump_json(), "error"),
-        )
+        return EventStream(serving, answer.job, answer.events(), answer.failure)
     with answer.job:
-        response = await unless_gone(serving, request, answer.whole())
-    return json_answer(response.model_dump_json(exclude_unset=True))
+        return json_answer(await unless_gone(serving, request, answer.whole()))
+
+
+@router.get("/v1/responses/{index}", response_model=OpenAIResponse)
+async def retrieve_response(index: str, request: Request) -> Response:
+    """A response that is kept."""
+    _check_query(request, "include")
+    return json_answer(_kept(serving_of(request), index).body.decode())
+
+
+@router.delete("/v1/responses/{index}")
+async def delete_response(index: str, request: Request) -> Response:
+    """Keep it no longer; those that follow it lose their beginning."""
+    serving = serving_of(request)
+    _kept(serving, index)
+    serving.responses.delete(index)
+    return JSONResponse({"id": index, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{index}/input_items")
+async def list_input_items(index: str, request: Request) -> Response:
+    """What it was given; not what it has from the response before it."""
+    _check_query(request, "include", "after", "limit", "order")
+    items = from_json(_kept(serving_of(request), index).items)
+    query = request.query_params
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise bad("order", f"must be asc or desc, got {order!r:.60}")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
+        raise bad("limit", f"must be in [1, 100], got {limit!r:.60}")
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [number for number, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise bad("after", f"must be the id of an item, got {after!r:.80}")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+
+
+def _check_query(request: Request, *known: str) -> None:
+    for name in request.query_params:
+        if name.removesuffix("[]") not in known:
+            raise bad(name[:80], "is not supported by this route", "unsupported_parameter")
+
+
+def _kept(serving: Serving, index: str) -> StoredResponse:
+    return _chain(serving, index)[-1]
+
+
+def _chain(serving: Serving, index: str, param: str | None = None) -> list[StoredResponse]:
+    """The conversation that ends with a response, oldest first. Raises :class:`ApiError` 404."""
+    kept = serving.responses
+    try:
+        return kept.chain(index) if param is not None else [kept.get(index)]
+    except UnknownResponseError as error:
+        lost = error.args[0]
+        which = (
+            f"response {index[:80]!r}"
+            if lost == index
+            else f"response {lost!r}, which {index[:80]!r} follows,"
+        )
+        raise ApiError(
+            404,
+            f"{which} is not here: this server keeps the last {kept.most} responses ({kept.most_bytes} bytes) while it "
+            "runs, unless store is false; send the whole conversation as input, or see --max-stored-responses",
+            param=param,
+            code="response_not_found" if param is None else "previous_response_not_found",
+        ) from None
 
 
 async def _open(serving: Serving, body: ResponsesRequest) -> ResponseBuilder:
-    text = body.text or {}
-    for name in text:
-        if name != "format":
-            raise _bad(f"text.{name}", "is not supported", "unsupported_parameter")
+    text, reasoning = body.text or {}, body.reasoning or {}
     structured: Any = body.structured_outputs
+    options = body.stream_options
+    if options is not None and (options.include_usage or options.continuous_usage_stats):
+        raise bad(
+            "stream_options",
+            "is not supported by this route: usage comes with the end",
+            "unsupported_parameter",
+        )
+    if text.get("format") is not None and structured is not None:
+        raise bad("text", "and structured_outputs exclude each other")
+    for name, value in text.items():
+        if name != "format" and (name, value) != ("verbosity", "medium"):
+            raise bad(f"text.{name}", "is not supported", "unsupported_parameter")
+    for name, value in reasoning.items():
+        if name != "effort" and (name, value) not in (("summary", "auto"), (name, None)):
+            raise bad(f"reasoning.{name}", "is not supported", "unsupported_parameter")
+    scored = _LOGPROBS in (body.include or ())
+    if body.top_logprobs is not None and not scored:
+        raise bad("top_logprobs", f"needs include: [{_LOGPROBS}]")
+    index = f"resp_{body.request_id or uuid.uuid4().hex}"
+    keeps = body.store is not False
+    if keeps and index in serving.responses:
+        raise bad("request_id", "is that of a response that is kept already")
+    if not body.input:
+        raise bad("input", "must have at least one item")
+    items = input_items(body.input)
     if text.get("format") is not None:
-        if structured is not None:
-            raise _bad("text", "and structured_outputs exclude each other")
         try:
             structured = response_outputs(text["format"], "text.format")
         except RequestRejectedError as error:
-            raise ApiError(400, str(error), param="text.format", code="invalid_value") from error
-    scored = bool(body.include)
-    if body.top_logprobs is not None and not scored:
-        raise _bad("top_logprobs", "needs include: [message.output_text.logprobs]")
+            raise bad("text.format", str(error).removeprefix("text.format ")) from error
     params = to_params(
         body,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if scored else None,
         structured_outputs=structured,
     )
-    ids, call = await open_chat(
-        serving,
-        body,
-        _messages(body),
-        params,
-        body.max_output_tokens,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    ids, call = await _fitting(serving, body, _messages(serving, body, items), params=params)
     base: dict[str, Any] = {
-        "id": f"resp_{body.request_id or uuid.uuid4().hex}",
+        "id": index,
         "object": "response",
-        "created_at": float(int(time.time())),
+        "created_at": int(time.time()),
         "model": body.model or serving.name,
+        "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "store": keeps,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "text": {"format": text.get("format") or {"type": "text"}},
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
     }
     job = await serving.client.open([ids], call.params, body.cache_salt)
-    return ResponseBuilder(base, job, Reply(call.parser()), body.top_logprobs or 0)
+    reply = Reply(call.parser(), reasoning_parser_for(serving.tokenizer, ids))
+    keep = functools.partial(_keep, serving, body, index, items) if keeps else lambda made: None
+    return ResponseBuilder(base, job, reply, body.top_logprobs or 0, keep)
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as messages of a chat."""
-    items: Sequence[Any] = (
-        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+def _keep(
+    serving: Serving, body: ResponsesRequest, index: str, items: Sequence[Mapping[str, Any]], made: str
+) -> None:
+    given = json.dumps(items, separators=(",", ":")).encode()
+    serving.responses.put(StoredResponse(index, made.encode(), given, body.previous_response_id))
+
+
+def _messages(
+    serving: Serving, body: ResponsesRequest, items: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Instructions, what came before, and the input, as messages of a chat."""
+    before: list[Mapping[str, Any]] = []
+    if body.previous_response_id is not None:
+        for kept in _chain(serving, body.previous_response_id, "previous_response_id"):
+            before += [*from_json(kept.items), *from_json(kept.body)["output"]]
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    return instructions + chat_messages([*before, *items])
+
+
+async def _fitting(
+    serving: Serving, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]], **given: Any
+) -> tuple[list[int], ChatCall]:
+    """The prompt and the chat; with ``truncation: auto`` without as many of the first turns as there is no room for."""
+    open_it = functools.partial(
+        open_chat,
+        serving,
+        body,
+        max_tokens=body.max_output_tokens,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=_template_variables(serving, body),
+        add_special_tokens=bool(body.add_special_tokens),
+        **given,
     )
-    messages: list[dict[str, Any]] = []
-    if body.instructions is not None:
-        messages.append({"role": "system", "content": body.instructions})
-    for number, item in enumerate(items):
-        place, kind = f"input.{number}", item.get("type", "message")
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(place, item.get("content"))})
-        elif kind == "function_call":
-            for name in ("call_id", "name", "arguments"):
-                if not isinstance(item.get(name), str):
-                    raise _bad(f"{place}.{name}", "must be text")
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = _content(f"{place}.output", item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        else:
-            raise _bad(f"{place}.type", f"{kind!r:.60} is not supported", "unsupported_parameter")
-    return messages
+    try:
+        return await open_it(messages=messages)
+    except ContextOverflowError:
+        shorter = without_oldest_turns(messages) if body.truncation == "auto" else []
+        if not shorter:
+            raise
+    low, high = 0, len(shorter) - 1
+    while low < high:  # the fewest turns that have to go
+        middle = (low + high) // 2
+        try:
+            await open_it(messages=shorter[middle])
+            high = middle
+        except ContextOverflowError:
+            low = middle + 1
+    return await open_it(messages=shorter[low])
 
 
-def _content(place: str, content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise _bad(place, f"has a part of type {kind!r:.60}; this model takes only text")
-        parts.append({"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")})
-    return parts
-
-
-def _bad(param: str, problem: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, f"{param} {problem}", param=param, code=code)
+def _template_variables(serving: Serving, body: ResponsesRequest) -> dict[str, Any]:
+    effort = (body.reasoning or {}).get("effort")
+    wanted, level = (False, None) if effort == "none" else (None, effort)
+    try:
+        options = reasoning_options(serving.tokenizer, wanted, level, "reasoning.effort")
+    except RequestRejectedError as error:
+        raise bad(
+            "reasoning.effort", str(error).removeprefix("reasoning.effort "), "unsupported_parameter"
+        ) from error
+    return {**options, **(body.chat_template_kwargs or {})}

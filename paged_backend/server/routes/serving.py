@@ -16,6 +16,7 @@ from paged_backend.remote.client import EngineClient
 from paged_backend.remote.supervisor import Supervisor
 from paged_backend.server.config import ServerConfig
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.store import ResponseStore
 from paged_backend.server.wire.errors import ApiError
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Serving:
     client: EngineClient
     supervisor: Supervisor
     metrics: Metrics
+    responses: ResponseStore
     tokenizer: Any = None
     draining: bool = False
     lanes: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "paged_backend-text"))

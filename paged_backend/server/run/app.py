@@ -25,6 +25,7 @@ from paged_backend.server.metrics import Metrics
 from paged_backend.server.routes import chat, completions, messages, pages, responses, system
 from paged_backend.server.routes.serving import Serving
 from paged_backend.server.run.middleware import RequestMiddleware
+from paged_backend.server.store import ResponseStore
 from paged_backend.server.wire import anthropic, schema
 from paged_backend.server.wire.errors import ApiError
 
@@ -77,7 +78,8 @@ def create_app(
         max_restarts=config.max_restarts,
         on_failed=on_failed,
     )
-    serving = Serving(config, engine_config, client, supervisor, metrics)
+    responses_kept = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+    serving = Serving(config, engine_config, client, supervisor, metrics, responses_kept)
     serving.tokenizer = engine.tokenizer if engine is not None else None
 
     @asynccontextmanager

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from paged_backend.neutral import Neutral
+from paged_backend.server.wire import neutral_fields
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.schema import MAX_ID, Body, Sampling
+from paged_backend.toolcalls import reasoning_options
 
 _ERRORS = {
     401: "authentication_error",
@@ -30,6 +33,7 @@ _LABELS = frozenset(("cache_control", "citations", "caller", "eager_input_stream
 class Prompt(Body):
     """What a message answers: the fields that the counting of tokens takes."""
 
+    neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.MESSAGES
     model: str | None = Field(None, description="As in /v1/models; may be left out.")
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -37,9 +41,6 @@ class Prompt(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = Field(None, description="disabled or adaptive.")
     output_config: dict[str, Any] | None = Field(None, description="format and effort.")
-    context_management: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = Field(None, description="Prefixes are always cached.")
-    speed: Literal["standard"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -47,15 +48,13 @@ class CountTokensRequest(Prompt):
     """Messages whose tokens are to be counted."""
 
 
-class MessagesRequest(Sampling, Prompt):
+class MessagesRequest(Prompt, Sampling):
     """One message: the fields of several, of OpenAI's names and of token ids are not for this route."""
 
     max_tokens: int = Field(
         ge=1, le=MAX_ID, description="Or as many as the context leaves, if those are fewer."
     )
     stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
@@ -245,39 +244,18 @@ def answer_form(body: Prompt) -> Mapping[str, Any] | None:
     return form
 
 
-def template_variables(body: Prompt, templates: Mapping[str, str]) -> dict[str, Any]:
-    """What ``thinking`` and ``output_config.effort`` say to the model's chat templates."""
-    variables = dict(body.chat_template_kwargs or {})
-
-    def known(name: str) -> bool:
-        return any(name in template for template in templates.values())
-
-    kind = (body.thinking or {}).get("type")
+def template_variables(body: Prompt, tokenizer: Any) -> dict[str, Any]:
+    """What ``thinking`` and ``output_config.effort`` say to the model's chat template."""
+    kind, effort = (body.thinking or {}).get("type"), (body.output_config or {}).get("effort")
     if kind not in (None, "disabled", "adaptive"):
         # a share of max_tokens cannot be set aside for thoughts
         raise bad("thinking.type", f"must be disabled or adaptive, got {kind!r:.60}", "unsupported_parameter")
-    if kind == "disabled" and known("</think>") and not known("enable_thinking"):
-        raise bad("thinking", "cannot be disabled: this model always thinks", "unsupported_parameter")
-    if kind is not None and known("enable_thinking"):
-        variables.setdefault("enable_thinking", kind == "adaptive")
-    effort = (body.output_config or {}).get("effort")
-    if effort is not None:
-        if not known("reasoning_effort"):
-            problem = "is not supported: this model's chat template does not know it"
-            raise bad("output_config.effort", problem, "unsupported_parameter")
-        variables.setdefault("reasoning_effort", effort)
-    return variables
-
-
-def check_context_management(body: Prompt) -> None:
-    """Raise :class:`ApiError` for edits that would change the prompt; to keep all thoughts is what we do anyway."""
-    given = body.context_management or {}
-    edits = given.get("edits") or ()
-    kept = all(isinstance(edit, Mapping) and edit.get("keep") == "all" for edit in edits)
-    if given.keys() - {"edits"} or not kept:
-        raise bad(
-            "context_management", "is not supported: the history stays as it is", "unsupported_parameter"
-        )
+    wanted = None if kind is None else kind == "adaptive"
+    return {
+        **reasoning_options(tokenizer, wanted, None, "thinking"),
+        **reasoning_options(tokenizer, None, effort, "output_config.effort"),
+        **(body.chat_template_kwargs or {}),
+    }
 
 
 def bad(place: str, problem: str, code: str = "invalid_value") -> ApiError:

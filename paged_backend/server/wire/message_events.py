@@ -88,6 +88,7 @@ class MessageBuilder:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self.job.output_tokens,
+            "output_tokens_details": {"thinking_tokens": self._reply.reasoning_tokens},
         }
 
     # --- what an output adds: the end of one block, the beginning of another, pieces -----------------------------

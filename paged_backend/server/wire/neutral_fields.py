@@ -6,6 +6,7 @@ What is neither here nor a field of a body in ``schema`` is unknown, and refused
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from paged_backend.neutral import FLAG, OBJECT, TEXT, Neutral, label, never, only
 
@@ -75,7 +76,7 @@ RESPONSES: Mapping[str, Neutral] = {
     "background_options": never("is not supported: there are no background requests"),
     "access_programs": OBJECT,
     "context_management": never("is not supported: nothing is left out of a conversation"),
-    "conversation": never("is not supported: send the whole input"),
+    "conversation": never("is not supported: use previous_response_id"),
     "image": never(_TEXT_ONLY),
     "max_tool_calls": label(int, "a number"),  # of built-in tools, which are not offered
     "prompt": never("is not supported: there are no stored prompts"),
@@ -83,6 +84,29 @@ RESPONSES: Mapping[str, Neutral] = {
     "previous_input_messages": never("is not supported: send the whole input"),
 }
 """``user`` and ``metadata`` are given back here, and so are fields of the body."""
+
+MESSAGES: Mapping[str, Neutral] = {
+    "cache_control": OBJECT,  # prefixes are always cached
+    "metadata": OBJECT,
+    "diagnostics": OBJECT,
+    "user_profile_id": TEXT,
+    "service_tier": only("auto", "standard_only", why="must be auto or standard_only: all are served alike"),
+    "speed": only("standard", why="is not supported, but for 'standard'"),
+    "context_management": Neutral(
+        "is not supported: the history stays as it is",
+        lambda value: isinstance(value, dict) and _keeps_all(**value),
+    ),
+    "container": never("is not supported: there are no containers"),
+    "mcp_servers": never("is not supported: the server calls no others"),
+    "fallbacks": never("is not supported: there is one model"),
+    "inference_geo": never("is not supported: this server is where it is"),
+}
+"""Of Anthropic's API."""
+
+
+def _keeps_all(edits: Any = (), **other: Any) -> bool:
+    return not other and all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits or ())
+
 
 TOKENIZE: Mapping[str, Neutral] = {
     name: GENERATION[name] for name in ("user", "media_io_kwargs", "mm_processor_kwargs")

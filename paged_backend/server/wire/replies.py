@@ -41,6 +41,10 @@ class Reply:
         """Whether nothing but thoughts has come, where they are parted from the text."""
         return self._reasoning is not None and self._reasoning.thinking
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._reasoning.count(self.reasoning) if self._reasoning is not None else 0
+
     def push(self, output: CompletionOutput) -> ReplyDelta:
         """Take in what is new; returns what of it is certain, with at most one delta per call."""
         thoughts, text = "", output.text

@@ -168,13 +168,22 @@ class ChatRequest(Sampling, Formed, Templating):
     function_call: str | dict[str, Any] | None = Field(None, description="The old name of tool_choice.")
 
 
+Includable = Literal[
+    "message.output_text.logprobs",
+    # thoughts are never encrypted; the rest belongs to items that do not occur here
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
 class ResponsesRequest(Sampling):
     """One answer: the fields of several, of prompts and of token ids are not for this route."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = neutral_fields.RESPONSES
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = Field(None, description="Nothing is stored: there is no route that would read it.")
+    store: bool | None = Field(None, description="Keep the response, as is done by default.")
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(
@@ -184,9 +193,15 @@ class ResponsesRequest(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Includable] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(
+        None, description="auto: a conversation that is too long loses its first turns."
+    )
+    reasoning: dict[str, Any] | None = Field(None, description="effort; summary only auto.")
+    previous_response_id: str | None = Field(
+        None, description="Of a response that this server has kept; its instructions are not taken over."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
 
