@@ -111,7 +111,11 @@ class EngineCall:
                 return "its attention mask hides the last token of a prompt (right padding)"
             expected = seen.long().cumsum(-1) - 1
         positions = self.model_kwargs.get("position_ids")
-        if positions is not None and not bool((positions == expected).masked_fill(~seen, True).all()):
+        own = positions is not None and (
+            positions.shape[-1] != seen.shape[-1]
+            or not bool((positions == expected).masked_fill(~seen, True).all())
+        )
+        if own:
             return "it passes position_ids of its own"
         return None
 

@@ -52,6 +52,10 @@ class PagedGeneration:
         if kwargs.get("custom_generate") is not None or len(args) > 9:
             kwargs.pop("paged_defer", None)
             return self._plainly("it brings its own decoding loop").generate(inputs, *args, **kwargs)
+        config = kwargs.get("generation_config") or next(iter(args), None)
+        if getattr(config, "is_assistant", False):
+            # a few tokens at a time, for a decoding loop that goes on from the cache that it gets back
+            return self._assistant().generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def submit(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Pending:
@@ -212,6 +216,14 @@ class PagedGeneration:
 
     def _plainly(self, reason: str) -> Any:
         logger.warning("generate runs on transformers' own implementation: %s", reason)
+        return self._plain()
+
+    def _assistant(self) -> Any:
+        if not self._paged.drafts:
+            self._paged.drafts = True
+            logger.warning(
+                "assistant_model runs on transformers' own implementation: its drafts need its cache"
+            )
         return self._plain()
 
     def _plain(self) -> Any:

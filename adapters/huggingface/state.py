@@ -17,7 +17,8 @@ class Paged:
     """What a paged model has beside its module.
 
     load: the module for a config, its weights read; None once they are. rebuild: an engine for the module as
-    it is now. seen: :func:`fingerprint` of the weights that the engine has, None while the module has none.
+    it is now. seen: :func:`fingerprint` of the weights that the engine has, None while the module has none. drafts:
+    whether it was told that the model drafts for another one.
     """
 
     engine: Engine
@@ -25,6 +26,7 @@ class Paged:
     load: Callable[[Any], Any] | None
     rebuild: Callable[[Any], Engine]
     seen: Fingerprint | None = None
+    drafts: bool = False
     lock: Any = field(default_factory=threading.RLock)
 
 

@@ -307,6 +307,20 @@ def test_assisted_and_custom_decoding_are_transformers_own(
     assert len(said()) == 5
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}])
+def test_a_paged_model_drafts_for_another_one(
+    theirs: Any, ours: Any, encode: Any, said: Any, options: dict[str, Any]
+) -> None:
+    inputs = encode("the cat")
+    results = []
+    for model, assistant in ((theirs, theirs), (theirs, ours), (ours, ours), (ours, theirs)):
+        torch.manual_seed(3)
+        call = model.generate(**inputs, **greedy(**options), assistant_model=assistant)
+        results.append(call.tolist())
+    assert results == results[:1] * 4
+    assert sum("its drafts need its cache" in line for line in said()) == 1
+
+
 def test_a_model_in_training_mode_falls_back(ours: Any, encode: Any, said: Any) -> None:
     ours.train()
     ours.generate(**encode("the cat"), **greedy())

@@ -20,10 +20,12 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
 )
+from waiting import wait_until
 
 from paged_backend import get_engine
 from paged_backend.adapters.huggingface import PagedModelForCausalLM, accelerate
 from paged_backend.errors import EngineClosedError, ModelLoadError, UnsupportedModelError
+from paged_backend.testing import StepGate
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
@@ -99,6 +101,24 @@ def test_everyone_who_names_the_folder_shares_its_engine(ours: Any, folder: Path
     other = get_engine(str(folder), kernels="reference")
     assert other.model is engine.model
     other.close()
+
+
+def test_a_call_that_runs_while_the_weights_change_ends_with_those_it_began_with(theirs: Any) -> None:
+    model = accelerate(copy.deepcopy(theirs), kernels="reference")
+    expected = theirs.generate(ids(), **GREEDY).tolist()
+    before, core = model.engine.model, model.engine._core
+    with StepGate(core.runner) as gate:
+        running = model.submit(ids(), **GREEDY)
+        gate.allow()
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        assert model.generate(ids(), **GREEDY).tolist() != expected
+        assert model.engine.model is not before
+        assert hasattr(core, "runner")
+    assert running.result().tolist() == expected
+    del running
+    gc.collect()
+    wait_until(lambda: not hasattr(core, "runner"))
 
 
 def test_the_engine_is_given_up_with_the_model(folder: Path) -> None:
@@ -228,7 +248,7 @@ def test_weights_changed_behind_a_checkpoint_are_noticed(ours: Any, theirs: Any,
         with torch.no_grad():
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     assert ours.generate(ids(), **GREEDY).tolist() == twin.generate(ids(), **GREEDY).tolist()
-    assert ours.engine is not engine
+    assert ours.engine.model is not engine.model
     assert engine.submit([5, 9]).result(60).finished, "the others' engine went on"
 
 
