@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from demo_model import needs_demo
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/huggingface.md")
+ALL_PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PROGRAMS = {"paged-backend": "paged_backend.cli.app", "python -m benchmarks": "benchmarks.__main__"}
 SERVER = "http://127.0.0.1:8000/v1"
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 
@@ -46,7 +51,7 @@ def test_a_snippet_runs(page: str, number: int, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", ALL_PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target, heading in LINK.findall(text):
@@ -56,6 +61,41 @@ def test_links_lead_somewhere(page: str) -> None:
             titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert heading in anchors, f"{page} links to {target}#{heading}"
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """(program, arguments) of each command in a block or between backticks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    spans = [re.sub(r"^```\w*\n|```$", "", block) for block in re.findall(r"^```.*?^```$", text, re.M | re.S)]
+    rest = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    spans += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    found = []
+    for line in "\n".join(spans).replace("\\\n", " ").splitlines():
+        for program in PROGRAMS:
+            for piece in re.findall(rf"(?:^|[|&] +|\d ){re.escape(program)}( [^|&>]*)?", line):
+                found.append((program, shlex.split(piece, comments=True)))
+    return found
+
+
+def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
+    """Everything that the command line does before it runs a command. Raises click's errors for what it refuses."""
+    try:
+        context = command.make_context(name, list(arguments), parent=parent)
+    except typer.Exit:  # --help and the like
+        return
+    with context:
+        rest = [*context._protected_args, *context.args]
+        if hasattr(command, "commands") and rest:
+            name, inner, left = command.resolve_command(context, rest)
+            parse(inner, name, left, context)
+
+
+@pytest.mark.parametrize(
+    ("page", "program", "arguments"), [(page, *command) for page in ALL_PAGES for command in commands(page)]
+)
+def test_a_command_is_one_that_the_command_line_takes(page: str, program: str, arguments: list[str]) -> None:
+    module = __import__(PROGRAMS[program], fromlist=["app"])
+    parse(typer.main.get_command(module.app), program, arguments)
 
 
 def test_every_folder_and_file_that_the_readme_names_for_its_promises_is_there() -> None:
