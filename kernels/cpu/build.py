@@ -49,6 +49,14 @@ _NATIVE = (
 # for a machine whose operating system does not hand out the registers of the matrix unit that its CPU has
 WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
 
+TARGETS: dict[str, tuple[str, ...]] = {
+    "native": _NATIVE,
+    "avx2": ("-mavx2", "-mfma"),
+    "avx2-vnni": ("-mavx2", "-mfma", "-mavxvnni"),
+    "portable": (),
+}
+"""What ``PAGED_BACKEND_TARGET`` may name: instruction sets to compile for, the machine's own being the default."""
+
 
 LOCK_PATIENCE = 300.0
 """Seconds to wait for another process that compiles, before compiling beside it."""
@@ -77,7 +85,7 @@ def cache_dir() -> Path:
 def build(extra_flags: tuple[str, ...] | None = None) -> Path:
     """Path of the compiled library, compiling it if it is not in the cache.
 
-    extra_flags: which instruction set to compile for; None takes the machine's own.
+    extra_flags: which instruction set to compile for; None takes that of ``PAGED_BACKEND_TARGET`` (see ``TARGETS``).
     """
     library = library_path(extra_flags)
     try:
@@ -120,7 +128,12 @@ def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
 
 
 def _flags(extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
-    return _FLAGS + (_NATIVE if extra_flags is None else extra_flags)
+    if extra_flags is not None:
+        return _FLAGS + extra_flags
+    target = os.environ.get("PAGED_BACKEND_TARGET") or "native"
+    if target not in TARGETS:
+        raise KernelBuildError(f"PAGED_BACKEND_TARGET={target!r} is none of {', '.join(TARGETS)}")
+    return _FLAGS + TARGETS[target]
 
 
 def _sources() -> list[Path]:

@@ -1,4 +1,4 @@
-/* Expansion of GGUF's common block formats to fp32, bit for bit as models/gguf_quants.py has it.
+/* Expansion of GGUF's common block formats to fp32, bit for bit as the numpy code of checkpoints has it.
  *
  * Block layouts after ggml's ggml-common.h. Products are rounded before a minimum is added or taken off, so
  * nothing here may be fused.

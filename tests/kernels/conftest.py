@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from paged_backend.kernels.cpu.backend import CpuKernels
-from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, build
+from paged_backend.kernels.cpu.build import TARGETS, WITHOUT_MATRIX_UNIT, build
 
 
 def _builds() -> dict[str, tuple[str, ...] | None]:
-    builds: dict[str, tuple[str, ...] | None] = {"native": None, "portable": ()}
-    if "AVX" in torch.backends.cpu.get_cpu_capability():
-        builds["avx2"] = ("-mavx2", "-mfma")
+    builds: dict[str, tuple[str, ...] | None] = {"native": None, "portable": TARGETS["portable"]}
     features = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if {"avx2", "fma"} <= set(features) or (
+        not features and "AVX" in torch.backends.cpu.get_cpu_capability()
+    ):
+        builds["avx2"] = TARGETS["avx2"]
     if "avx_vnni" in features:
-        builds["avx2-vnni"] = ("-mavx2", "-mfma", "-mavxvnni")
+        builds["avx2-vnni"] = TARGETS["avx2-vnni"]
     if "amx_tile" in features:
         builds["no-matrix-unit"] = WITHOUT_MATRIX_UNIT
     return builds

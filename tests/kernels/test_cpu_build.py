@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 from paged_backend.kernels.cpu import build as build_module
 from paged_backend.kernels.cpu.backend import CpuKernels
-from paged_backend.kernels.cpu.build import KernelBuildError, build
+from paged_backend.kernels.cpu.build import TARGETS, KernelBuildError, build
 from paged_backend.kernels.select import select_kernels
 
 
@@ -156,7 +157,36 @@ def test_a_check_finds_a_cache_that_cannot_be_written(monkeypatch: pytest.Monkey
 
 def test_flags_are_part_of_the_key() -> None:
     assert build() == build()
-    assert build() != build(())
+    assert build(TARGETS["native"]) != build(TARGETS["portable"])
+
+
+def test_the_target_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGED_BACKEND_TARGET", raising=False)
+    native = build()
+    monkeypatch.setenv("PAGED_BACKEND_TARGET", "portable")
+    assert build() == build(()) != native
+    monkeypatch.setenv("PAGED_BACKEND_TARGET", "avx9000")
+    with pytest.raises(KernelBuildError, match="'avx9000' is none of native, avx2, avx2-vnni, portable"):
+        build()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the targets are those of x86")
+@pytest.mark.parametrize(
+    ("flag", "files"),
+    [
+        ("-march=sapphirerapids", ["linear.c", "linear_amx.c", "linear_amx_int.c", "linear_few.c"]),
+        ("-mavxvnni", ["linear_int.c"]),
+    ],
+)
+def test_what_few_machines_can_run_is_checked_by_every_compiler(flag: str, files: list[str]) -> None:
+    command = [*build_module.find_compiler(), "-fsyntax-only", *TARGETS["avx2"], flag]
+    if subprocess.run([*command, "-xc", "-"], input="", text=True, capture_output=True).returncode:
+        pytest.skip("the compiler does not know the target")
+    sources = [path for path in build_module._sources() if path.name in files]
+    assert len(sources) == len(files)
+    strict = ["-std=gnu11", "-Werror=implicit-function-declaration", "-Werror=incompatible-pointer-types"]
+    done = subprocess.run([*command, *strict, *sources], text=True, capture_output=True)
+    assert not done.returncode, done.stderr
 
 
 def test_no_second_openmp_runtime_is_loaded() -> None:
