@@ -228,8 +228,13 @@ class ChatPaged(PagedOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """tool_choice: ``auto``, ``none``, ``any``/``required``/True, or the name of a tool. Arguments always follow
-        the tool's schema, ``strict`` or not."""
+        the tool's schema; ``strict`` refuses a schema with keywords that no grammar can hold them to."""
         formatted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        if strict is not None:  # which is left out of those that are in OpenAI's form already
+            formatted = [
+                {**tool, "function": {**tool["function"], "strict": strict}} if "function" in tool else tool
+                for tool in formatted
+            ]
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         if parallel_tool_calls is not None:

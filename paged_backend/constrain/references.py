@@ -35,6 +35,18 @@ def escaped(key: str) -> str:
     return quote(key.replace("~", "~0").replace("/", "~1"), safe="~!$&'()*+,;=:@")
 
 
+def moved(schema: Any, root: str) -> Any:
+    """A copy of a schema that is to stand at ``root`` (``#/$defs/x``): references from the old root start there."""
+    if isinstance(schema, dict):
+        return {
+            key: root + value[1:]
+            if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+            else moved(value, root)
+            for key, value in schema.items()
+        }
+    return [moved(item, root) for item in schema] if isinstance(schema, list) else schema
+
+
 class References:
     """The schemas of one document by their places.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.constrain.references import children
+from paged_backend.constrain.references import children, moved
 from paged_backend.constrain.relax import TYPES, Unenforced
 
 # what to try without, the rarest reason for a schema first; the second goes with the first
@@ -50,18 +50,7 @@ def _alone(root: dict[str, Any], place: str) -> dict[str, Any]:
     """The schema at ``place``, in a document of its own with everything that it may refer to."""
     if place == "#":
         return root
-    return {"$ref": f"#/$defs/root{place[1:]}", "$defs": {"root": _moved(root)}}
-
-
-def _moved(schema: Any) -> Any:
-    if isinstance(schema, dict):
-        return {
-            key: f"#/$defs/root{value[1:]}"
-            if key == "$ref" and isinstance(value, str)
-            else _moved(value)
-            for key, value in schema.items()
-        }  # fmt: skip
-    return [_moved(item) for item in schema] if isinstance(schema, list) else schema
+    return {"$ref": f"#/$defs/root{place[1:]}", "$defs": {"root": moved(root, "#/$defs/root")}}
 
 
 def _without(
