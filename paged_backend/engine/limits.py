@@ -65,9 +65,14 @@ class RequestLimits:
     def _check_beams(self, count: int, beams: int, max_tokens: int) -> None:
         total = min(count + max_tokens, self.max_model_len)
         size = self.cache.block_size
-        # each beam may own all blocks behind the prompt's full ones, and one copy of a shared tail at a time
-        own = self.cache.blocks_for(total) - count // size + 1
-        if count // size + beams * own > self.cache.pool.capacity:
+        if self.cache.window is None:
+            # each beam may own all blocks behind the prompt's full ones, and one copy of a shared tail at a time
+            own = self.cache.blocks_for(total) - count // size + 1
+            need = count // size + beams * own
+        else:  # each may have to be computed from the start, with what a chunk adds to the window
+            seen = self.cache.window + self.max_num_batched_tokens
+            need = beams * (self.cache.blocks_for(min(total, seen)) + 1)
+        if need > self.cache.pool.capacity:
             raise ContextOverflowError(
                 f"{beams} beams of {total} tokens exceed the KV pool of {self.cache.capacity_tokens} tokens: "
                 "lower num_beams or max_tokens, or raise num_blocks or kv_cache_memory"

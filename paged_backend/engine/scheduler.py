@@ -203,7 +203,7 @@ class Scheduler:
         passed = 0  # so many wait on, the next one is tried now
         while self._budget > 0 and seats > 0 and len(blocked) <= LOOK_AHEAD and passed < len(self.waiting):
             request = self.waiting[passed]
-            hits = self.cache.match(request.table, request.reusable_prefix)
+            hits = self._hits(request)
             leader = self.cache.leader(request.table, len(hits), request.reusable_prefix)
             if isinstance(leader, Request) and leader.order < request.order:
                 # its next block is being computed right now: it will be a hit in a moment
@@ -231,13 +231,25 @@ class Scheduler:
             if overtaken is not None:
                 self._promote(overtaken)
 
+    def _hits(self, request: Request) -> list[int]:
+        """Blocks that go on where ``request`` has its last one, with what it would otherwise compute."""
+        hits = self.cache.match(request.table, request.reusable_prefix)
+        if request.group is not None:
+            # the pool has room for a group whose beams share their prompt, whether or not it is in the prefix cache
+            full = min(request.num_prompt_tokens, request.reusable_prefix - 1) // self.cache.block_size
+            for beam in self.holders():
+                if beam.group is request.group and beam.table.num_holes == 0:
+                    end = min(full, beam.num_computed // self.cache.block_size)
+                    hits = max(hits, list(beam.table.block_ids[len(request.table) : end]), key=len)
+        return hits
+
     def _free_seats(self) -> int:
         return self.max_num_seqs - sum(r.seats for r in self.running)
 
     def _resume_oldest(self) -> None:
         """Start the first request that waits, whatever those that are younger than it lose by that."""
         request = self.waiting[0]
-        while not (request.seats <= self._free_seats() and self._start(request, [])):
+        while not (request.seats <= self._free_seats() and self._start(request, self._hits(request))):
             victim = self._youngest_holder(request)
             if victim is None:
                 return
@@ -252,9 +264,14 @@ class Scheduler:
         cache = self.cache
         computed = (len(request.table) + len(hits)) * cache.block_size
         count = self.chunk_cost.chunk(len(request.token_ids) - computed, computed, self._budget)
-        revived = sum(1 for b in hits if b and cache.pool.is_free(b))
-        need = cache.blocks_for(computed + count) - len(request.table) - len(hits) + revived
-        while need > cache.pool.num_free:
+        fresh = cache.blocks_for(computed + count) - len(request.table) - len(hits)
+        while True:
+            revived = sum(
+                1 for b in hits if b and cache.pool.is_free(b)
+            )  # more when a victim held some of them
+            need = fresh + revived
+            if need <= cache.pool.num_free:
+                break
             victim = self._youngest_holder(request)
             if victim is None or victim.status is Status.RUNNING:
                 return False

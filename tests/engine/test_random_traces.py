@@ -212,6 +212,13 @@ def test_every_request_of_a_random_trace_ends_as_on_a_roomy_pool(first):
         check_trace(seed)
 
 
+@pytest.mark.parametrize("seed", [10861, 11100, 11234])
+def test_beams_that_were_preempted_share_their_prompt_again_without_a_prefix_cache(seed):
+    # the pool was promised to have room for a group that shares its prompt; what was computed again shared nothing
+    assert Trace.random(seed).options["prefix_caching"] is False
+    check_trace(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 6000, 500))
 def test_every_request_of_many_random_traces_ends_as_on_a_roomy_pool(first):
