@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from paged_backend.kernels.cpu.build import TARGETS, WITHOUT_MATRIX_UNIT, build
 
 
 def _builds() -> dict[str, tuple[str, ...] | None]:
+    if target := os.environ.get("PAGED_BACKEND_TARGET"):
+        return {target: None}  # that one and no other
     builds: dict[str, tuple[str, ...] | None] = {"native": None, "portable": TARGETS["portable"]}
     features = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     if {"avx2", "fma"} <= set(features) or (
@@ -31,7 +34,11 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 _BUILDS = _builds()
 _OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
 _WEIGHT_TESTS = ("test_cpu_linear.py", "test_matmul_precision.py")
-_EMULATED = ["arm"] if importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER) else []
+_EMULATED = (
+    ["arm"]
+    if "native" in _BUILDS and importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER)
+    else []
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
