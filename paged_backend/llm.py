@@ -15,6 +15,7 @@ from paged_backend.errors import BatchError, EngineClosedError, RequestRejectedE
 from paged_backend.neutral import without_neutral
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenization import ChatTokenizer
 from paged_backend.toolcalls.chat import prepare_chat
 from paged_backend.vllm_options import CALL
 
@@ -34,10 +35,10 @@ class LLM:
         self.engine = get_engine(model, **engine_options)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> ChatTokenizer | None:
         return self.engine.tokenizer
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> ChatTokenizer | None:
         """The tokenizer, by the name of vLLM's method."""
         return self.engine.tokenizer
 

@@ -43,7 +43,7 @@ FLOORS = """
     kernels.select
     kernels.cpu kernels.triton
     kernels
-    logs token_ids
+    logs token_ids tokenization
     notices config errors machine folders
     outputs neutral
 """

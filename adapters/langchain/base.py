@@ -19,6 +19,7 @@ from paged_backend.engine.stream import RequestHandle
 from paged_backend.errors import ContextOverflowError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+from paged_backend.tokenization import needed
 
 _REMOTE_ONLY = ("api_key", "max_retries")
 CONFIG = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
@@ -199,8 +200,7 @@ class PagedOptions(BaseModel):
         custom = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return list(custom(text))
-        ids: list[int] = self._engine({}).tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return needed(self._engine({}).tokenizer).encode(text, add_special_tokens=False)
 
     def _combine_llm_outputs(self, llm_outputs: list[dict[str, Any] | None]) -> dict[str, Any]:
         total: dict[str, int] = {}

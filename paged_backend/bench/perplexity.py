@@ -37,8 +37,9 @@ def perplexity(engine: Engine, text: str, length: int = 1024, limit: int = 20000
     Raises ValueError for a text or a length that leaves nothing to score.
     """
     from paged_backend.sampling_params import SamplingParams
+    from paged_backend.tokenization import needed
 
-    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    ids = needed(engine.tokenizer).encode(text, add_special_tokens=False)
     pieces = windows(ids, min(length, engine.max_model_len - 1), limit)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": piece} for piece in pieces]

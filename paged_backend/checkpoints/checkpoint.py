@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ class Checkpoint:
     generation_config: the content of ``generation_config.json``, {} if there is none.
     path: the folder or file the model came from, for messages and as registry key.
     tokenizer_source: what ``AutoTokenizer.from_pretrained`` takes: a folder or file path, or a hub id.
-    tokenizer_options: further keyword arguments for it (``{"gguf_file": ...}``).
     """
 
     config: Mapping[str, Any]
@@ -35,4 +34,3 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     path: Path
     tokenizer_source: str
-    tokenizer_options: Mapping[str, Any] = field(default_factory=dict)

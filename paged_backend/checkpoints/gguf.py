@@ -154,7 +154,6 @@ def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
         generation_config=generation_config,
         path=path,
         tokenizer_source=str(path),
-        tokenizer_options={"gguf_file": path.name},
     )
 
 

@@ -119,7 +119,7 @@ def _measure(
     runs: list[dict[str, float]] = []
     with open_engine(model, {"enable_prefix_caching": False, **options}) as engine:
         try:
-            load = make(engine.tokenizer.vocab_size, engine.max_model_len)
+            load = make(engine.vocab_size, engine.max_model_len)
             title = (
                 f"{model}: {len(load.requests)} requests, {load.prompt_tokens} tokens in, {load.output_tokens} out, "
                 f"{'one after another' if load.one_by_one else 'all at once'}; {cpu_name()}"

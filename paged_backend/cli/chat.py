@@ -38,7 +38,7 @@ def chat(
         if sampling.get(name) not in (None, 1 if name == "n" else None):
             raise typer.BadParameter(f"--{name.replace('_', '-')} has no place in a conversation")
     with orderly_end(), open_engine(model, engine) as opened:
-        if opened.tokenizer.chat_template is None:
+        if opened.tokenizer is None or opened.tokenizer.chat_template is None:
             complain(
                 f"{model!r} has no chat template: take an instruction-tuned model, or `paged-backend run`"
             )

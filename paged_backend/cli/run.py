@@ -28,6 +28,7 @@ from paged_backend.cli.items import (
 from paged_backend.cli.openai_batch import lines_of, run_batch
 from paged_backend.cli.records import error_record, result_record
 from paged_backend.text.fim import fill_in
+from paged_backend.tokenization import needed
 
 if TYPE_CHECKING:
     from paged_backend.engine.engine import Engine
@@ -167,7 +168,8 @@ class _Session:
         self.out = out
         self.engine = engine
         self.sampling = sampling
-        self.chat = engine.tokenizer.chat_template is not None if chat is None else chat
+        knows_chats = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
+        self.chat = knows_chats if chat is None else chat
         self.good = True
         self.taken = 0
 
@@ -177,7 +179,7 @@ class _Session:
             raise ValueError(item.error)
         params = sampling_params({**self.sampling, **item.params})
         if item.suffix is not None:
-            filling = fill_in(self.engine.tokenizer)
+            filling = fill_in(needed(self.engine.tokenizer))
             prompt: Any = {"prompt_token_ids": filling.encode(item.value, item.suffix)}
             extra["stop_token_ids"] = [*(params.stop_token_ids or ()), *filling.stop_ids]
         else:

@@ -18,6 +18,7 @@ from paged_backend.constrain.repair import repair_schema
 from paged_backend.constrain.schema import prepare_schema, schema_words
 from paged_backend.constrain.state import Closings, GrammarState
 from paged_backend.errors import RequestRejectedError
+from paged_backend.tokenization import Tokenizer
 
 logger = logging.getLogger("paged_backend.constrain")
 _MAX_TOLD = 10_000  # log lines remembered, so that each is written once
@@ -30,7 +31,7 @@ class GrammarCompiler:
     eos_token_ids: end of sequence of the model, which only an allowed end lets through.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
@@ -111,20 +112,21 @@ class GrammarCompiler:
                 logger.warning("%s: %s; outputs are not held to it", rule.label, part)
 
     def _open(self, llguidance: Any) -> None:
-        backend = getattr(self._tokenizer, "backend", None)
-        if backend is None:
+        tokenizer = self._tokenizer
+        backend = getattr(tokenizer, "backend", None)
+        if tokenizer is None or backend is None:
             raise RequestRejectedError(
                 "structured_outputs needs an engine whose tokenizer is a fast tokenizer"
             )
-        size = self._tokenizer.vocab_size
-        ends = [i for i in self._eos_token_ids if i < size] or sorted(self._tokenizer.special_ids)[:1]
+        size = tokenizer.vocab_size
+        ends = [i for i in self._eos_token_ids if i < size] or sorted(tokenizer.special_ids)[:1]
         if not ends:
             raise RequestRejectedError(
                 "structured_outputs needs a model with an end-of-sequence or other special token"
             )
         self._vocabulary = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
         spellings = [self._vocabulary.decode_bytes([i]) for i in range(size)]
-        self._order = ClosingOrder(spellings, sorted(self._tokenizer.special_ids))
+        self._order = ClosingOrder(spellings, sorted(tokenizer.special_ids))
 
 
 class Grammar:

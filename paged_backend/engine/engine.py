@@ -19,6 +19,7 @@ from paged_backend.engine.stream import RequestHandle, RequestState
 from paged_backend.errors import EngineClosedError, RequestRejectedError
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenization import ChatTokenizer
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class OpenModel:
 
     loop: EngineLoop
     config: EngineConfig
-    tokenizer: Any
+    tokenizer: ChatTokenizer | None
     eos_token_ids: tuple[int, ...]
     generation_config: Mapping[str, Any]
     grammars: GrammarCompiler
@@ -53,7 +54,7 @@ class Engine:
     def __init__(
         self,
         core: EngineCore,
-        tokenizer: Any,
+        tokenizer: ChatTokenizer | None,
         config: EngineConfig,
         *,
         eos_token_ids: Sequence[int] = (),
@@ -86,7 +87,8 @@ class Engine:
         return self.model.config
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> ChatTokenizer | None:
+        """None for a model that brought none: prompts must be token ids."""
         return self.model.tokenizer
 
     @property

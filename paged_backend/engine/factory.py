@@ -6,7 +6,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from paged_backend.engine.scheduler import Scheduler
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
+from paged_backend.tokenization import ChatTokenizer
 
 if TYPE_CHECKING:
     from paged_backend.checkpoints.checkpoint import Checkpoint
@@ -51,7 +52,9 @@ def kernels_for(config: EngineConfig) -> Kernels:
     )
 
 
-def start_engine(config: EngineConfig, kernels: Kernels, model: LoadedModel, tokenizer: Any) -> Engine:
+def start_engine(
+    config: EngineConfig, kernels: Kernels, model: LoadedModel, tokenizer: ChatTokenizer | None
+) -> Engine:
     """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
     kv_dtype = getattr(torch, config.stored_kv_dtype)
     block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
@@ -108,7 +111,7 @@ def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_
     return runner
 
 
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> ChatTokenizer | None:
     """The model's tokenizer; None, said once, for a folder that brings none (token ids still work)."""
     from paged_backend.text.tokenizer import load_tokenizer
 

@@ -23,6 +23,7 @@ from paged_backend.engine.stream import RequestState
 from paged_backend.errors import RequestRejectedError
 from paged_backend.outputs import RequestMetrics
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenization import Tokenizer
 
 
 class InputProcessor:
@@ -31,7 +32,7 @@ class InputProcessor:
     def __init__(
         self,
         limits: RequestLimits,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         grammars: GrammarCompiler,
         eos_token_ids: Sequence[int],
         generation_config: Mapping[str, Any],

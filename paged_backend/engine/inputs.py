@@ -8,6 +8,7 @@ from typing import Any
 from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.token_ids import as_token_ids, is_number, plain
+from paged_backend.tokenization import Tokenizer, needed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids (a list, tuple, array or tensor of one dimension), or ``{"prompt": text}`` /
@@ -45,7 +46,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [as_token_ids(items, "token ids of a prompt")]
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]]:
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
     """(text or None, token ids). Raises :class:`RequestRejectedError` for anything else than a :data:`Prompt`."""
     if isinstance(prompt, Mapping):
         unknown = [key for key in prompt if key not in _PROMPT_KEYS]
@@ -60,9 +61,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
             raise RequestRejectedError("a prompt dict needs 'prompt' or 'prompt_token_ids'")
         prompt = prompt["prompt"]
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestRejectedError("this engine has no tokenizer: give token ids")
-        token_ids = tokenizer.encode(prompt)
+        token_ids = needed(tokenizer).encode(prompt)
         if not token_ids:
             raise RequestRejectedError(
                 "the prompt is empty (it encodes to no tokens): give at least one token"
@@ -76,7 +75,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str | None, list[int]
     )
 
 
-def check_token_options(params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[tuple[int, ...]]:
+def check_token_options(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[tuple[int, ...]]:
     """Check ids in ``params`` against the vocabulary; returns the token sequences of ``bad_words``."""
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token in getattr(params, name) or ():
@@ -96,7 +97,7 @@ def check_token_options(params: SamplingParams, tokenizer: Any, vocab_size: int)
     for word in params.bad_words or ():
         # a word is another token at the start of a text than after a space: ban both
         for text in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            ids = tuple(needed(tokenizer).encode(text, add_special_tokens=False))
             if ids and ids not in words:
                 words.append(ids)
     return words

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from paged_backend.outputs import CompletionOutput, Hypothesis, Logprob
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.text.detokenizer import Decoder, IncrementalDetokenizer
+from paged_backend.text.detokenizer import IncrementalDetokenizer
 from paged_backend.text.stop_strings import StopMatcher
+from paged_backend.tokenization import Decoder
 
 if TYPE_CHECKING:
     from paged_backend.runner.sampler import Sampled

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import Any
 
 from paged_backend.engine.core import Update
 from paged_backend.engine.output_processor import CompletionState, logprob_dict
 from paged_backend.errors import RequestAbortedError
 from paged_backend.outputs import Logprob, RequestMetrics, RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+from paged_backend.tokenization import Decoder
 
 logger = logging.getLogger("paged_backend")
 
@@ -31,7 +31,7 @@ class RequestState:
         prompt_token_ids: list[int],
         params: SamplingParams,
         completions: list[CompletionState],
-        tokenizer: Any,
+        tokenizer: Decoder | None,
         metrics: RequestMetrics,
     ) -> None:
         self.request_id = request_id

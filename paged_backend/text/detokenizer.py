@@ -7,32 +7,16 @@ precede them, and the text of those is taken off again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol
+
+from paged_backend.tokenization import Decoder
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 4  # prompt tokens that precede the first new one, at least
 _REACH = 4  # a character has at most four bytes, so a context of so many more starts on a whole one
 _LONGEST = 24  # pending tokens before old ones are let go
 _RECENT = 12  # those that stay; three replacement characters, which can still change, stand for nine at most
-
-
-class Decoder(Protocol):
-    """What is needed of a tokenizer. ``decode`` leaves out exactly ``special_ids`` when it skips specials."""
-
-    @property
-    def special_ids(self) -> Collection[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, index: int) -> bytes:
-        """The bytes that a token stands for, maybe only a part of a character."""
-        ...
-
-    def overlaps_special(self, text: str) -> bool:
-        """Whether ``text`` may lie, in whole or in part, in that of a special token."""
-        ...
 
 
 class IncrementalDetokenizer:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paged_backend.errors import RequestRejectedError
+from paged_backend.tokenization import Tokenizer
 
 _GLUE = "\n"
 """Stands before a text whose first word must not be given a space, and is cut off again."""
@@ -52,21 +52,29 @@ FORMATS = (
 class FillIn:
     """How one model is asked to fill in. stop_ids: tokens that end its answer."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     form: FimFormat
     stop_ids: tuple[int, ...]
 
     def encode(self, before: str | Sequence[int], after: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids that ask for what belongs between ``before`` (text or ids) and ``after``."""
-        token = self.tokenizer.token_to_id
+        token = self._id
         first = self.tokenizer.encode(before, False) if isinstance(before, str) else list(before)
         parts = [[token(self.form.before), *first], [token(self.form.after), *self._glued(after)]]
         if self.form.after_first:
             parts.reverse()
         bos = self.tokenizer.bos_token_id
-        start = [bos] if add_special_tokens and bos in self.tokenizer.encode("", True) else []
+        start: list[int] = []
+        if bos is not None and add_special_tokens and bos in self.tokenizer.encode("", True):
+            start.append(bos)
         end = [] if self.form.middle is None else [token(self.form.middle)]
         return [*start, *parts[0], *parts[1], *end]
+
+    def _id(self, name: str) -> int:
+        index = self.tokenizer.token_to_id(name)
+        if index is None:
+            raise RequestRejectedError(f"the tokenizer has no {name}")
+        return index
 
     def _glued(self, text: str) -> list[int]:
         """Ids of ``text`` as it goes on behind other text, without the space that some tokenizers put first."""
@@ -78,7 +86,7 @@ class FillIn:
         return plain
 
 
-def fill_in(tokenizer: Any) -> FillIn:
+def fill_in(tokenizer: Tokenizer) -> FillIn:
     """Raises :class:`RequestRejectedError` for a model that cannot."""
     for form in FORMATS:
         needed = [form.before, form.after, *([form.middle] if form.middle is not None else [])]

@@ -49,11 +49,6 @@ class StopMatcher:
         self.matched: str | None = None
         """The stop string that ended the text; everything pushed later is ignored."""
 
-    @property
-    def sees_hidden(self) -> bool:
-        """Whether hidden text matters to it at all."""
-        return any(self._through)
-
     def push(self, text: str, can_stop: bool = True, hidden: bool = False) -> tuple[str, str | None]:
         """Take in new text; returns (text to emit, the stop string found in it or None).
 

@@ -70,13 +70,6 @@ class Tokenizer:
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """``encode`` for many texts at once, on all cores."""
-        found = self.backend.encode_batch_fast(
-            [_as_text(t) for t in texts], add_special_tokens=add_special_tokens
-        )
-        return [encoding.ids for encoding in found]
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``, with no clean-up of spaces. Unknown ids yield nothing, broken UTF-8 yields
         U+FFFD."""

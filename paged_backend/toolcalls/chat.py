@@ -10,6 +10,7 @@ from typing import Any
 from paged_backend.constrain.options import StructuredOutputs
 from paged_backend.errors import RequestRejectedError
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.tokenization import ChatTokenizer, needed
 from paged_backend.toolcalls.formats import ToolFormat, tool_format_for
 from paged_backend.toolcalls.grammar import FORCED, tool_outputs
 from paged_backend.toolcalls.messages import normalize_tools
@@ -47,7 +48,7 @@ class ChatCall:
 
 
 def prepare_chat(
-    tokenizer: Any,
+    tokenizer: ChatTokenizer | None,
     messages: Sequence[Any],
     params: SamplingParams,
     *,
@@ -80,6 +81,7 @@ def prepare_chat(
         raise RequestRejectedError("response_format and structured_outputs exclude each other")
     if wanted is None and params.structured_outputs is not None:
         wanted = StructuredOutputs.coerce(params.structured_outputs)
+    tokenizer = needed(tokenizer)
     tool_format = tool_format_for(tokenizer, prompt_options.get("chat_template"))
     prompt = chat_prompt(tokenizer, messages, offered, tool_format, **prompt_options)
     if not offered:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+
+from paged_backend.tokenization import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ LLAMA3 = ToolFormat("llama3", "<|python_tag|>", arguments_key="parameters", bare
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]")
 
 
-def tool_format_for(tokenizer: Any, chat_template: str | None = None) -> ToolFormat:
+def tool_format_for(tokenizer: ChatTokenizer, chat_template: str | None = None) -> ToolFormat:
     """The format of a tokenizer's chat template, or of ``chat_template``, a template or the name of one of its own.
 
     Known by the markers the template writes. A template that knows of no tools, or marks calls in a way not known here,
     gets Hermes' convention and has the tools explained to it.
     """
-    templates = getattr(tokenizer, "templates", {}) or {}
+    templates = tokenizer.templates
     if chat_template is not None:
         text = templates.get(chat_template, chat_template)
     else:

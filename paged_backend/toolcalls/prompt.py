@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paged_backend.errors import RequestRejectedError
+from paged_backend.tokenization import ChatTokenizer, needed
 from paged_backend.toolcalls.formats import ToolFormat, tool_format_for
 from paged_backend.toolcalls.messages import KNOWN_ROLES, normalize_messages, normalize_tools, text_of
 
@@ -34,7 +35,7 @@ You will then be given the result between <tool_response> and </tool_response>."
 
 
 def chat_prompt(
-    tokenizer: Any,
+    tokenizer: ChatTokenizer | None,
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
     tool_format: ToolFormat | None = None,
@@ -64,6 +65,7 @@ def chat_prompt(
             )
     if continue_final_message and add_generation_prompt:
         raise RequestRejectedError("continue_final_message and add_generation_prompt exclude each other")
+    tokenizer = needed(tokenizer)
     tool_format = tool_format or tool_format_for(tokenizer, chat_template)
     offered = normalize_tools(tools)
     told = offered if tool_format.native else []

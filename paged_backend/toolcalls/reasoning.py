@@ -7,6 +7,7 @@ from typing import Any
 
 from paged_backend.errors import RequestRejectedError
 from paged_backend.text.pieces import Pieces
+from paged_backend.tokenization import ChatTokenizer
 from paged_backend.toolcalls.parser import partial
 
 START, END = "<think>", "</think>"
@@ -72,9 +73,9 @@ class ReasoningParser:
         return thoughts
 
 
-def reasoning_parser_for(tokenizer: Any, prompt_token_ids: Sequence[int]) -> ReasoningParser | None:
+def reasoning_parser_for(tokenizer: ChatTokenizer, prompt_token_ids: Sequence[int]) -> ReasoningParser | None:
     """For the reply to a chat; None for a model whose chat template knows of no thoughts."""
-    templates = getattr(tokenizer, "templates", {}) or {}
+    templates = tokenizer.templates
     if not any(END in template for template in templates.values()):
         return None
     tail = tokenizer.decode(list(prompt_token_ids[-8:]), skip_special_tokens=False)
@@ -85,12 +86,14 @@ def reasoning_parser_for(tokenizer: Any, prompt_token_ids: Sequence[int]) -> Rea
     return ReasoningParser(tail.rstrip().endswith(START), count)
 
 
-def reasoning_options(tokenizer: Any, wanted: bool | None, effort: str | None, place: str) -> dict[str, Any]:
+def reasoning_options(
+    tokenizer: ChatTokenizer, wanted: bool | None, effort: str | None, place: str
+) -> dict[str, Any]:
     """Variables for the chat template that make the model think or not, None: as it likes.
 
     Raises ``RequestRejectedError``, which begins with ``place``, where the template knows of no such choice.
     """
-    templates = (getattr(tokenizer, "templates", {}) or {}).values()
+    templates = tokenizer.templates.values()
 
     def known(name: str) -> bool:
         return any(name in template for template in templates)

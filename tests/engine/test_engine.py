@@ -23,6 +23,7 @@ from paged_backend.errors import (
 )
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.testing import StepGate, scripted_core
+from paged_backend.toolcalls import prepare_chat
 
 VOCAB = 128
 EOS = 3
@@ -471,3 +472,17 @@ def test_a_thread_that_dies_wakes_every_waiter_and_health_says_dead(thread):
     with pytest.raises(EngineClosedError):
         engine.submit("a", GREEDY)
     engine.close()
+
+
+def test_a_model_without_a_tokenizer_takes_ids_and_says_so():
+    with Engine(scripted_core(), None, EngineConfig("scripted")) as engine:
+        refused = [
+            lambda: engine.submit("a", GREEDY),
+            lambda: engine.submit([5], SamplingParams(max_tokens=1, stop="x", detokenize=False)),
+            lambda: prepare_chat(engine.tokenizer, [{"role": "user", "content": "hi"}], GREEDY),
+        ]
+        for call in refused:
+            with pytest.raises(RequestRejectedError, match="tokenizer"):
+                call()
+        ids = SamplingParams(temperature=0, max_tokens=5, detokenize=False)
+        assert len(engine.submit([5], ids).result(20).outputs[0].token_ids) == 5

@@ -252,10 +252,6 @@ def test_a_prompt_that_is_no_text_is_refused(tokenizer):
         tokenizer.encode("a\ud800b")
 
 
-def test_many_texts_at_once_give_the_same_ids(tokenizer):
-    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
-
-
 def test_threads_may_share_a_tokenizer(tokenizer):
     expected = [tokenizer.encode(text) for text in TEXTS]
     with ThreadPoolExecutor(8) as pool:

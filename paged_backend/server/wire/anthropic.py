@@ -13,6 +13,7 @@ from paged_backend.neutral import Neutral
 from paged_backend.server.wire import neutral_fields
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.schema import MAX_ID, Body, Sampling
+from paged_backend.tokenization import ChatTokenizer
 from paged_backend.toolcalls import reasoning_options
 
 _ERRORS = {
@@ -244,7 +245,7 @@ def answer_form(body: Prompt) -> Mapping[str, Any] | None:
     return form
 
 
-def template_variables(body: Prompt, tokenizer: Any) -> dict[str, Any]:
+def template_variables(body: Prompt, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """What ``thinking`` and ``output_config.effort`` say to the model's chat template."""
     kind, effort = (body.thinking or {}).get("type"), (body.output_config or {}).get("effort")
     if kind not in (None, "disabled", "adaptive"):

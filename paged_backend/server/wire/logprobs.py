@@ -11,6 +11,7 @@ from openai.types.completion_choice import Logprobs
 
 from paged_backend.outputs import Logprob
 from paged_backend.text.detokenizer import IncrementalDetokenizer
+from paged_backend.tokenization import Decoder
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -61,7 +62,7 @@ class CompletionLogprobs:
     Offsets count the characters that the choice's text has before a token. tokenizer, context: what the tokens follow.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int], as_ids: bool, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Decoder, context: Sequence[int], as_ids: bool, skip_special: bool) -> None:
         self._as_ids = as_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special)
         self._offset = 0
