@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from paged_backend.server.wire.response_events import ResponseBuilder
 from paged_backend.server.wire.response_items import bad, chat_messages, input_items, without_oldest_turns
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body
+from paged_backend.server.wire.sse import json_text
 from paged_backend.toolcalls import ChatCall, reasoning_options, reasoning_parser_for, response_outputs
 
 router = APIRouter(tags=["OpenAI"])
@@ -192,7 +192,7 @@ async def _open(serving: Serving, body: ResponsesRequest) -> ResponseBuilder:
 def _keep(
     serving: Serving, body: ResponsesRequest, index: str, items: Sequence[Mapping[str, Any]], made: str
 ) -> None:
-    given = json.dumps(items, separators=(",", ":")).encode()
+    given = json_text(items).encode()
     serving.responses.put(StoredResponse(index, made.encode(), given, body.previous_response_id))
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 
 from paged_backend.outputs import Logprob
@@ -26,29 +25,21 @@ def spelled(token: int, item: Logprob, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else item.token
 
 
-def chat_logprobs(
-    entries: Sequence[Entry], count: int, as_ids: bool = False
-) -> list[ChatCompletionTokenLogprob]:
+def chat_logprobs(entries: Sequence[Entry], count: int, as_ids: bool = False) -> list[dict[str, Any]]:
     """One item per token: the sampled one, with the ``count`` most likely; -1 for all there are."""
+
+    def told(token: int, item: Logprob) -> dict[str, Any]:
+        return {
+            "token": spelled(token, item, as_ids),
+            "logprob": finite(item.logprob),
+            "bytes": list(item.utf8),
+        }
+
     items = []
     for entry in entries:
         listed = list(entry.items())
-        token, sampled = listed[0]
         likely = sorted(listed, key=lambda pair: pair[1].rank or 0)[: _slice_end(count)]
-        top = [
-            TopLogprob(
-                token=spelled(other, item, as_ids), logprob=finite(item.logprob), bytes=list(item.utf8)
-            )
-            for other, item in likely
-        ]
-        items.append(
-            ChatCompletionTokenLogprob(
-                token=spelled(token, sampled, as_ids),
-                logprob=finite(sampled.logprob),
-                bytes=list(sampled.utf8),
-                top_logprobs=top,
-            )
-        )
+        items.append({**told(*listed[0]), "top_logprobs": [told(*other) for other in likely]})
     return items
 
 

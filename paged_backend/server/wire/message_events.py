@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +11,7 @@ from pydantic_core import from_json
 from paged_backend.outputs import CompletionOutput
 from paged_backend.remote.job import Job
 from paged_backend.server.wire.replies import Reply
-from paged_backend.server.wire.sse import event
+from paged_backend.server.wire.sse import event, json_text
 from paged_backend.toolcalls import ToolCallDelta
 
 PING_SECONDS = 10.0
@@ -45,7 +44,7 @@ class MessageBuilder:
         if reply.content:
             content.append({"type": "text", "text": reply.content})
         content += [{**_tool_use(call), "input": _input(call.arguments)} for call in reply.calls]
-        return _json({**self._message(), "content": content, **self._ending(), "usage": self._usage()})
+        return json_text({**self._message(), "content": content, **self._ending(), "usage": self._usage()})
 
     async def events(self) -> AsyncIterator[bytes]:
         usage = {"input_tokens": self.job.prompt_tokens, "output_tokens": 0}
@@ -143,12 +142,8 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
 def _event(value: dict[str, Any]) -> bytes:
-    return event(_json(value), value["type"])
+    return event(json_text(value), value["type"])
 
 
 _PING = _event({"type": "ping"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,7 @@ from paged_backend.remote.job import Job
 from paged_backend.server.wire.errors import ApiError
 from paged_backend.server.wire.logprobs import chat_logprobs
 from paged_backend.server.wire.replies import Reply
-from paged_backend.server.wire.sse import event
+from paged_backend.server.wire.sse import event, json_text
 from paged_backend.toolcalls import ToolCallDelta
 
 Fields = dict[str, Any]
@@ -46,7 +45,7 @@ class ResponseBuilder:
             for _, output in batch:
                 self._advance(output)
         self._close()
-        body = _json(self._response(self._status))
+        body = json_text(self._response(self._status))
         self._keep(body)
         return body
 
@@ -59,7 +58,7 @@ class ResponseBuilder:
                 yield self._sent(happened)
         closing = self._close()
         last = self._response(self._status)
-        self._keep(_json(last))
+        self._keep(json_text(last))
         yield self._sent([*closing, _of(self._status, response=last)])
 
     def failure(self, error: ApiError) -> bytes:
@@ -70,7 +69,7 @@ class ResponseBuilder:
     def _sent(self, events: list[Fields]) -> bytes:
         parts = []
         for each in events:
-            parts.append(event(_json({**each, "sequence_number": self._sequence}), each["type"]))
+            parts.append(event(json_text({**each, "sequence_number": self._sequence}), each["type"]))
             self._sequence += 1
         return b"".join(parts)
 
@@ -103,7 +102,7 @@ class ResponseBuilder:
         new = self._reply.push(output)
         scored = []
         if output.logprobs and not self._reply.thinking:
-            scored = [item.model_dump() for item in chat_logprobs(output.logprobs, self._top)]
+            scored = chat_logprobs(output.logprobs, self._top)
             self._logprobs += scored
         events: list[Fields] = []
         if new.reasoning:
@@ -218,7 +217,3 @@ def _of(kind: str, **fields: Any) -> Fields:
 def _copy(item: Fields) -> Fields:
     """As it is now: events are written after all that happened together."""
     return {name: [*value] if isinstance(value, list) else value for name, value in item.items()}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
