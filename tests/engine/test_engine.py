@@ -478,7 +478,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_says_so():
     with Engine(scripted_core(), None, EngineConfig("scripted")) as engine:
         refused = [
             lambda: engine.submit("a", GREEDY),
-            lambda: engine.submit([5], SamplingParams(max_tokens=1, stop="x", detokenize=False)),
+            lambda: engine.submit([5], SamplingParams(max_tokens=1, bad_words=["x"], detokenize=False)),
             lambda: prepare_chat(engine.tokenizer, [{"role": "user", "content": "hi"}], GREEDY),
         ]
         for call in refused:
