@@ -15,6 +15,10 @@ _dispatcher = get_dispatcher(__name__)
 
 
 def _format(output_cls: type[BaseModel]) -> dict[str, Any]:
+    if not isinstance(output_cls, type) or not issubclass(output_cls, BaseModel):
+        raise TypeError(
+            f"output_cls must be a pydantic model (a RootModel[...] for lists or enums), got {output_cls!r:.80}"
+        )
     schema = output_cls.model_json_schema()
     return {"type": "json_schema", "json_schema": {"name": output_cls.__name__, "schema": schema}}
 

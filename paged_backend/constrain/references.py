@@ -10,7 +10,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLE = (
     "items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties",
-    "propertyNames", "not", "if", "then", "else", "contentSchema",
+    "propertyNames", "not", "if", "then", "else",
 )  # fmt: skip
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$vocabulary")
 
@@ -82,9 +82,26 @@ class References:
             node = self._by_place.get(node["$ref"], True)
         return node
 
-    def target(self, node: dict[str, Any]) -> Any:
-        """The schema that a schema's own ``$ref`` names, None without one."""
-        return self._by_place.get(node.get("$ref", ""))
+    def below(self, node: dict[str, Any], place: str) -> list[tuple[dict[str, Any], str]]:
+        """The schemas that a schema applies, with their places; definitions only where its ``$ref`` names one."""
+        found = [
+            (child, place + step)
+            for step, child in children(node)
+            if isinstance(child, dict) and not step.startswith(("/$defs/", "/definitions/"))
+        ]
+        target = node.get("$ref")
+        return [*found, (self._by_place[target], target)] if target in self._by_place else found
+
+    def applied(self) -> list[dict[str, Any]]:
+        """The schemas that bear on a value of the root's, each once: no definitions that nobody refers to."""
+        found: dict[int, dict[str, Any]] = {}
+        stack = [(self.root, "#")]
+        while stack:
+            node, place = stack.pop()
+            if id(node) not in found:
+                found[id(node)] = node
+                stack += self.below(node, place)
+        return list(found.values())
 
     def is_circle(self, node: dict[str, Any]) -> bool:
         """Whether a schema means itself by way of ``$ref`` and ``allOf`` alone, so that it says nothing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_backend.constrain.disjoint import all_disjoint
-from paged_backend.constrain.references import LISTS, MAPS, SINGLE, References, children
+from paged_backend.constrain.references import LISTS, MAPS, SINGLE, References
 from paged_backend.constrain.regex import RegexError, to_grammar_regex
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -59,19 +59,15 @@ def relax(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Unenforced]]:
         if node.pop(keyword) is not None:
             lost[id(node)].append(Unenforced(keyword, place, "leads to no schema of the document"))
     found: list[Unenforced] = []
-    places = {id(node): place for node, place in references.places}
-    stack: list[Any] = [relaxed]
+    stack = [(relaxed, "#")]
     seen: set[int] = set()
     while stack:  # what a rule took out, and definitions that nobody refers to, lose nothing
-        node = stack.pop()
-        if not isinstance(node, dict) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if id(node) in places:
-            found += lost[id(node)]
-            found += _apply_rules(node, places[id(node)], references)
-        below = [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
-        stack += [references.target(node), *below][::-1]
+        node, place = stack.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            found += lost.get(id(node), [])
+            found += _apply_rules(node, place, references)
+            stack += references.below(node, place)[::-1]
     return relaxed, found
 
 

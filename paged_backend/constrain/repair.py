@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.constrain.references import children, moved
+from paged_backend.constrain.references import References, moved
 from paged_backend.constrain.relax import TYPES, Unenforced
 
 # what to try without, the rarest reason for a schema first; the second goes with the first
@@ -36,11 +36,14 @@ def _smallest(
     root: dict[str, Any], problem_of: Callable[[dict[str, Any]], str | None]
 ) -> tuple[dict[str, Any], str]:
     """The deepest schema with a problem of its own, none of whose parts has one."""
+    references = References(root)
     node, place = root, "#"
+    seen = {id(root)}
     while True:
-        for step, child in children(node):
-            if isinstance(child, dict) and child and problem_of(_alone(root, place + step)) is not None:
-                node, place = child, place + step
+        for child, where in references.below(node, place):
+            if child and id(child) not in seen and problem_of(_alone(root, where)) is not None:
+                node, place = child, where
+                seen.add(id(child))
                 break
         else:
             return node, place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged_backend.constrain.references import children
+from paged_backend.constrain.references import References
 from paged_backend.constrain.regex import regex_words, to_grammar_regex
 
 # dates that exist, which the compiler's own grammars for these two do not insist on (they know a 30th of February)
@@ -34,7 +34,7 @@ def prepare_schema(relaxed: dict[str, Any]) -> dict[str, Any]:
     a model that invents keys helps nobody. Left as they are where several schemas speak of one object (``allOf``, or
     properties beside ``anyOf``, ``oneOf`` or ``$ref``), because closing one of them would forbid the others' keys.
     """
-    nodes = _nodes(relaxed)
+    nodes = References(relaxed).applied()
     merges = any(_merges(node) for node in nodes)
     for node in nodes:
         if "pattern" in node:
@@ -55,7 +55,7 @@ def prepare_schema(relaxed: dict[str, Any]) -> dict[str, Any]:
 def schema_words(schema: dict[str, Any]) -> list[str]:
     """Texts for strings of ``schema`` that patterns and formats hold to a form, as they stand between quotes."""
     found: list[str] = []
-    for node in _nodes(schema):
+    for node in References(schema).applied():
         if node.get("format") in _FORMAT_WORDS:
             found += _FORMAT_WORDS[node["format"]]
         if "pattern" in node:
@@ -71,14 +71,3 @@ def _merges(node: dict[str, Any]) -> bool:
     return any(name in node for name in ("properties", "required")) and any(
         name in node for name in _COMBINERS
     )
-
-
-def _nodes(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    stack: list[Any] = [schema]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            found.append(node)
-            stack += [child for _, child in children(node)]
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -25,7 +26,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from waiting import cancel_while_it_runs, hold_until_there_are, piece_by_piece, wait_until
 
 from paged_backend.adapters.llama_index import PagedLLM
@@ -64,6 +65,11 @@ def engine():
 @pytest.fixture
 def llm(engine):
     return PagedLLM("scripted", engine=engine, temperature=0, max_tokens=120)
+
+
+class Nested(BaseModel):
+    leaf: Literal[1, 2]
+    branch: Nested | None
 
 
 class Person(BaseModel):
@@ -354,6 +360,16 @@ def test_structured_prediction_in_every_form(topic, llm):
     assert llm.as_structured_llm(Person).complete(f"Make a {topic}.").raw == whole
     program = FunctionCallingProgram.from_defaults(Person, prompt_template_str="Make {topic}.", llm=llm)
     assert isinstance(program(topic=topic), Person)
+
+
+def test_a_structure_is_any_model_and_nothing_else(llm):
+    prompt = PromptTemplate("anything")
+    for kind in (RootModel[list[bool]], RootModel[Literal["a", "b"]], Nested):
+        whole = llm.structured_predict(kind, prompt)
+        assert isinstance(whole, kind)
+        assert list(llm.stream_structured_predict(kind, prompt))[-1] == whole
+    with pytest.raises(TypeError, match=r"output_cls must be a pydantic model .*RootModel"):
+        llm.structured_predict(list[int], prompt)
 
 
 def test_a_stream_of_a_structure_grows(llm):
