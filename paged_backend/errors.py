@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from paged_backend.outputs import RequestOutput
+
+T = TypeVar("T")
 
 
 class PagedBackendError(Exception):
@@ -48,6 +51,10 @@ class RequestFailedError(PagedBackendError):
     """A request failed while it ran; the others were not affected. ``__cause__`` has the reason."""
 
 
+class CallbackError(PagedBackendError):
+    """A function of the user has raised what is no ``Exception``, ``SystemExit`` say. ``__cause__`` has it."""
+
+
 class RequestAbortedError(PagedBackendError):
     """The result of an aborted request was asked for."""
 
@@ -66,3 +73,19 @@ class BatchError(RequestFailedError):
     def __init__(self, message: str, outputs: Sequence[RequestOutput]) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+def call_user(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that a user gave in a thread that is not the user's.
+
+    What it raises comes out as an ``Exception``, so that it ends what it was called for and not the thread:
+    :class:`CallbackError` for anything else. Only Ctrl-C, which comes to the main thread alone, goes through.
+    """
+    try:
+        return function(*args)
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise CallbackError(f"a callback raised {type(error).__name__}: {error}") from error

@@ -109,6 +109,10 @@ class BlockPool:
                 self._cached[block] = 0
             block = following
 
+    def forget_cached(self) -> None:
+        """No block holds content that can be reused, the used ones included; nobody is told."""
+        self._cached = bytearray(len(self._cached))
+
     def free_uncached(self) -> list[int]:
         """Blocks that were used before and hold nothing of value now, ascending."""
         return [b for b in range(1, len(self.ref_counts)) if not self.ref_counts[b] and not self._cached[b]]

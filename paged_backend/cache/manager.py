@@ -157,6 +157,8 @@ class CacheManager:
 
     def commit(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """After a successful step: publish blocks that became full and free those the window has passed."""
+        if table.root is not None and not self.prefixes.is_current(table.root):
+            self._leave_tree(table)  # what it computes rests on content from before a reset
         full = num_computed // self.block_size
         if full > table.num_published and table.root is not None:
             self._extend_path(table, tokens, full)
@@ -215,15 +217,19 @@ class CacheManager:
 
     def free(self, table: BlockTable) -> None:
         """End of a sequence. Full blocks stay in the prefix cache until their memory is needed."""
-        self._unlead(table)
+        self._leave_tree(table)
         for block in table.block_ids:
             self._copies.pop(block, None)
         self.pool.release(reversed(table.block_ids))  # the tail goes first, so that it is evicted first
         del table.block_ids[:]
+        table.num_published = table.num_holes = 0
+
+    def _leave_tree(self, table: BlockTable) -> None:
+        """It neither finds nor publishes anything from now on."""
+        self._unlead(table)
         if table.root is not None:
             self.prefixes.unhold(table.path[-1] if table.path else table.root)
         table.path, table.root = [], None
-        table.num_published = table.num_holes = 0
 
     # --- for the engine ------------------------------------------------------------------------------------------
 
@@ -234,8 +240,12 @@ class CacheManager:
         return copies
 
     def reset_prefixes(self) -> None:
-        """Forget all cached content that no sequence uses."""
-        self.pool.drop_cached()
+        """Forget all cached content, as when the weights are new: nothing that was computed before, nor what running
+        sequences compute from it, is a hit for anybody. A table that has no blocks yet belongs into the new tree:
+        :meth:`free` it and :meth:`open` another.
+        """
+        self.prefixes.reset()
+        self.pool.forget_cached()
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise :class:`PagedBackendError` if an invariant is broken. ``tables``: all that are open."""

@@ -51,6 +51,17 @@ class PrefixCache:
             node = self._roots[namespace] = PrefixNode(None, namespace)
         return node
 
+    def is_current(self, root: PrefixNode) -> bool:
+        """Whether ``root`` is in the tree, and not in one from before a :meth:`reset`."""
+        return self._roots.get(root.key) is root
+
+    def reset(self) -> None:
+        """Begin an empty tree. Whoever holds nodes of the old one finds nothing there any more."""
+        for node in self._node_of_block.values():
+            node.blocks.clear()
+        self._node_of_block.clear()
+        self._roots.clear()
+
     def child(
         self, parent: PrefixNode, tokens: tuple[int, ...], extras: tuple[Hashable, ...] = ()
     ) -> PrefixNode:

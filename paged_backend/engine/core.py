@@ -324,10 +324,19 @@ class EngineCore:
 
     def trim(self) -> int:
         """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks."""
-        self.cache.reset_prefixes()
+        self.cache.pool.drop_cached()
         blocks = self.cache.pool.free_uncached()
         self.runner.give_back(blocks)
         return len(blocks)
+
+    def reset_prefixes(self) -> None:
+        """Forget all cached prefixes, those in use included. What runs goes on and publishes nothing of it."""
+        self.cache.reset_prefixes()
+        for request in self.scheduler.waiting:
+            if not len(request.table):
+                self.cache.free(request.table)
+                prompt = request.token_ids[: request.num_prompt_tokens]  # behind it may be a stand-in
+                request.table = self.cache.open(prompt, request.namespace, owner=request)
 
     def release(self) -> None:
         """Let go of the model and its KV memory; the core is of no use afterwards."""

@@ -231,6 +231,10 @@ class Engine:
         """Drop cached prefixes that nobody uses, give their memory back; returns the number of blocks."""
         return self.call(self._core.trim)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, for example because the weights are new; what runs goes on as it is."""
+        self.call(self._core.reset_prefixes)
+
     def check(self) -> None:
         """Raise if a block leaked or a cache invariant is broken."""
         self.call(self._core.check)

@@ -24,7 +24,13 @@ from typing import TypeVar
 from paged_backend.engine.core import EngineCore, Update
 from paged_backend.engine.request import Request
 from paged_backend.engine.stream import RequestState
-from paged_backend.errors import DeviceLostError, EngineClosedError, RequestFailedError, RequestRejectedError
+from paged_backend.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    RequestFailedError,
+    RequestRejectedError,
+    call_user,
+)
 
 logger = logging.getLogger("paged_backend")
 T = TypeVar("T")
@@ -200,7 +206,7 @@ class EngineLoop:
         def run() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:  # the caller's affair, and raised there
                 future.set_exception(error)
 
         with self._lock:
@@ -306,7 +312,7 @@ class EngineLoop:
         if update.sampled is not None:
             self.generation_tokens += 1
         try:
-            if state.apply(update):
+            if call_user(state.apply, update):
                 self._inbox.put(functools.partial(self._finish_sample, state, update.index))
         except Exception as error:
             failure = RequestFailedError(

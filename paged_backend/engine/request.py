@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from paged_backend.cache.block_table import BlockTable
 from paged_backend.constrain.state import GrammarState
 from paged_backend.engine.beam_search import BeamGroup
+from paged_backend.errors import call_user
 from paged_backend.outputs import RequestMetrics
 from paged_backend.runner.history import TokenHistory
 from paged_backend.sampling_params import SamplingParams
@@ -124,8 +125,9 @@ class Request:
 
     def stops(self, output_token_ids: Sequence[int]) -> bool:
         """Whether one of the request's own criteria ends it after these output tokens."""
-        prompt = self.token_ids[: self.num_prompt_tokens] if self.params.stop_criteria else ()
-        return any(stop(prompt, output_token_ids) for stop in self.params.stop_criteria)
+        return any(
+            call_user(stop, self.history.prompt(), output_token_ids) for stop in self.params.stop_criteria
+        )
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from paged_backend.cache.manager import CacheManager
 from paged_backend.engine.in_flight import InFlightStep, stands
 from paged_backend.engine.request import Request
 from paged_backend.engine.step_inputs import scheduled_sequence
-from paged_backend.errors import DeviceLostError
+from paged_backend.errors import DeviceLostError, call_user
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
 
 logger = logging.getLogger("paged_backend")
@@ -36,7 +36,9 @@ class StepQueue:
         try:
             if in_flight.copies:
                 self._runner.copy_blocks(in_flight.copies)
-            in_flight.results = self._runner.launch(in_flight.scheduled)
+            in_flight.results = call_user(
+                self._runner.launch, in_flight.scheduled
+            )  # a module's hooks run there
         except Exception as error:
             self._note_failure(in_flight, error)
         self.waiting = in_flight
@@ -58,14 +60,14 @@ class StepQueue:
         """
         if not in_flight.failed:
             try:
-                return in_flight.results()
+                return call_user(in_flight.results)
             except Exception as error:
                 self._note_failure(in_flight, error)
         behind = self.waiting
         if behind is not None and not behind.failed:
             behind.failed = True
             with contextlib.suppress(Exception):
-                behind.results()
+                call_user(behind.results)
         in_flight.withdraw(self._cache)
         return [
             self._alone(request, sequence, in_flight)
@@ -90,7 +92,7 @@ class StepQueue:
                 self._runner.copy_blocks(mine)
             if not stands(request, sequence):
                 return None
-            return self._runner.run([scheduled_sequence(request, len(sequence.token_ids))])[0]
+            return call_user(self._runner.run, [scheduled_sequence(request, len(sequence.token_ids))])[0]
         except DeviceLostError:
             raise
         except Exception as error:

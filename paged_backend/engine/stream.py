@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
 from paged_backend.engine.core import Update
 from paged_backend.engine.output_processor import CompletionState, logprob_dict
-from paged_backend.errors import RequestAbortedError
+from paged_backend.errors import RequestAbortedError, call_user
 from paged_backend.outputs import Logprob, RequestMetrics, RequestOutput
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.tokenization import Decoder
@@ -92,7 +92,7 @@ class RequestState:
         self.changed.notify_all()
         for listener in list(self._listeners):
             try:
-                listener()
+                call_user(listener)
             except Exception:  # an event loop that was closed meanwhile, say: nobody else may suffer from it
                 logger.debug("a listener of request %s failed", self.request_id, exc_info=True)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from paged_backend.errors import RequestFailedError
+from paged_backend.errors import RequestFailedError, call_user
 from paged_backend.runner.history import TokenHistory
 from paged_backend.sampling_params import SamplingParams
 
@@ -230,7 +230,8 @@ def _process(raw: Array, row: SampleRow) -> Array:
         np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
         values[len(allowed) :] = -np.inf
     for processor in p.logits_processors:
-        values = processor(row.history.prompt(), row.history.output(row.num_output_tokens), values)
+        output = row.history.output(row.num_output_tokens)
+        values = call_user(processor, row.history.prompt(), output, values)
         if getattr(values, "shape", None) != (vocab,):
             raise RequestFailedError(f"a logits processor must return an array of {vocab} logits")
     if not np.isfinite(values.max()):

@@ -157,3 +157,21 @@ def test_a_follower_sees_who_computes_its_next_block():
     assert cache.leader(follower, 1, 13) == "leader"
     cache.free(leader)
     assert cache.leader(follower, 1, 13) is None, "a dead leader must not be waited for"
+
+
+def test_a_reset_takes_the_content_of_used_blocks_too_and_their_holders_publish_no_more():
+    cache = CacheManager(20, SIZE)
+    tokens = list(range(5 * SIZE))
+    running = cache.open(tokens)
+    cache.reserve(running, 0, 3 * SIZE)
+    cache.commit(running, tokens, 2 * SIZE)
+    cache.reset_prefixes()
+    assert cache.match(cache.open(tokens), len(tokens)) == []
+    cache.commit(running, tokens, 3 * SIZE)
+    twin = cache.fork(running)
+    cache.free(running)
+    cache.check([twin])
+    cache.free(twin)
+    assert cache.prefixes.num_cached_blocks == 0
+    assert fill(cache, tokens) == 0
+    assert fill(cache, tokens) == 4 * SIZE, "the new tree works"

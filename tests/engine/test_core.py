@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
 
 from paged_backend import testing
 from paged_backend.engine.request import Request
 from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.runner.sampler import Sampler
+from paged_backend.sampling_params import BeamSearch, SamplingParams
 from paged_backend.testing import mixing_next_token
 
 
@@ -261,6 +265,53 @@ def test_a_row_that_cannot_be_sampled_fails_alone(scripted_core):
     assert results["good", 0][1] == "length"
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("place", ["stop_criteria", "logits_processors", "beams"])
+def test_a_callback_may_raise_anything_and_only_its_request_fails(scripted_core, kind, place):
+    core = scripted_core(200)
+
+    def bad(*args):
+        raise kind("from a callback")
+
+    def on_another_thread(function):  # Ctrl-C in the main thread is the user's, and goes through
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    options = {place: (bad,)} if place != "beams" else {"stop_criteria": (bad,), "beam_search": BeamSearch(2)}
+    if place == "logits_processors":
+        sampler, result = Sampler(), core.runner._result
+
+        def sample(sequence):
+            out = result(sequence)
+            rows = [row for row in sequence.rows if row.params.logits_processors]
+            out.sampled[: len(rows)] = sampler.sample(torch.zeros(len(rows), 1000), rows)
+            return out
+
+        core.runner._result = sample
+    make(core, "bad", [1, 2, 3], **options)
+    make(core, "good", [4, 5], max_tokens=5)
+    results = on_another_thread(lambda: drain(core))
+    assert results["bad", 0][1] == "error"
+    assert isinstance(results["bad", 0][2], RequestFailedError)
+    assert kind.__name__ in str(results["bad", 0][2])
+    assert results["good", 0] == (expected([4, 5], 5), "length", None)
+
+
+def test_a_step_may_raise_anything_and_only_its_culprit_fails(scripted_core):
+    core = scripted_core(200)
+
+    def fault(works):
+        if any(7 in work.token_ids for work in works):
+            raise SystemExit("from a module's hook")
+
+    core.runner.before_run = fault
+    make(core, "bad", [7], max_tokens=5)
+    make(core, "good", [4, 5], max_tokens=2)
+    results = drain(core)
+    assert results["bad", 0][1] == "error"
+    assert results["good", 0] == (expected([4, 5], 2), "length", None)
+
+
 def test_failed_steps_publish_nothing_to_the_prefix_cache(scripted_core):
     core = scripted_core(200)
 
@@ -379,6 +430,31 @@ def test_trim_gives_back_every_unused_block(scripted_core):
     assert core.trim() >= 7
     make(core, "b", prompt)
     assert drain(core)["b", 0][0] == expected(prompt, 8)
+
+
+def test_after_a_reset_nobody_hits_what_was_computed_before_or_from_it(scripted_core):
+    # what ran while the weights were replaced went on publishing its blocks
+    core = scripted_core(60, max_num_seqs=2)
+    prompt = list(range(100, 148))
+    old = make(core, "old", prompt, max_tokens=40)
+    core.step()
+    core.step()
+    make(core, "other", [1, 2], max_tokens=40)
+    waits = make(core, "waits", [*prompt, 5], max_tokens=3)
+    core.step()
+    assert waits.num_cached_tokens is None
+    core.reset_prefixes()
+    core.check()
+    assert core.cache.prefixes.num_cached_blocks == 0
+    while not waits.num_computed:
+        core.step()
+    assert waits.num_cached_tokens == 0
+    assert old.num_output_tokens == 40
+    late = make(core, "late", [*old.token_ids[:80], 6], max_tokens=3)
+    results = drain(core)
+    assert late.num_cached_tokens == 48, "of the new blocks alone"
+    assert results["late", 0][0] == expected([*old.token_ids[:80], 6], 3)
+    assert old.token_ids == prompt + expected(prompt, 40)
 
 
 def test_waste_counts_empty_slots_of_allocated_blocks(scripted_core):

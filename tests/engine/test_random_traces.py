@@ -46,6 +46,7 @@ class Trace:
     chunk_cost: ChunkCost = NO_CONTEXT_COST
     faults: float = 0.0
     aborts: float = 0.0
+    resets: float = 0.0
 
     @classmethod
     def random(cls, seed: int) -> Trace:
@@ -61,6 +62,7 @@ class Trace:
         }
         trace.chunk_cost = ChunkCost(rnd.choice([0.0, 0.0, 0.05]))
         trace.faults, trace.aborts = rnd.choice([0, 0, 0.03]), rnd.choice([0, 0, 0.05])
+        trace.resets = 0.03 if seed % 4 == 1 else 0.0
         shared = [rnd.randrange(VOCAB) for _ in range(30)]
         step = 0
         for i in range(rnd.randint(2, 12)):
@@ -115,6 +117,9 @@ def run_tight(trace: Trace) -> Outcome:
             victim = rnd.choice(core.scheduler.requests())
             outcome.disturbed.add(victim.request_id)
             core.finish(victim.request_id, rnd.choice([None, victim.index]))
+            core.check()
+        if rnd.random() < trace.resets:
+            core.reset_prefixes()
             core.check()
 
     drive(core, trace, outcome, disturb)
