@@ -91,6 +91,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = True,
         priority: int | Sequence[int] | None = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
@@ -123,6 +124,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
+                split_special_tokens=split_special_tokens,
             )
             for conversation, params in zip(conversations, _one_each(sampling_params, len(conversations)))
         ]

@@ -56,20 +56,22 @@ class ChatTokenizer(Tokenizer, Protocol):
         """The usual template, None if the model has none."""
         ...
 
-    def apply_chat_template(
+    def render_chat(
         self,
         messages: Sequence[Any],
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        add_special_tokens: bool = False,
+        split_special_tokens: bool = True,
         **kwargs: Any,
-    ) -> str:
-        """The prompt text for ``messages``. Raises :class:`RequestRejectedError`."""
+    ) -> tuple[str, list[int]]:
+        """(prompt text, ids) of ``messages``. Raises :class:`RequestRejectedError`."""
         ...
 
     def template_source(self, wanted: str | None = None, tools: bool = False) -> str:
-        """The Jinja text that ``apply_chat_template(chat_template=wanted)`` takes."""
+        """The Jinja text that ``render_chat(chat_template=wanted)`` takes."""
         ...
 
 

@@ -54,6 +54,8 @@ class ChatPaged(PagedOptions, BaseChatModel):
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
+    split_special_tokens: bool = True
+    """Special tokens written out in messages are text; False lets them act as what they are."""
 
     @property
     def _llm_type(self) -> str:
@@ -69,6 +71,7 @@ class ChatPaged(PagedOptions, BaseChatModel):
         stream: bool = False,
     ) -> tuple[Engine, ChatCall]:
         options = {name: kwargs[name] for name in CHAT_OPTIONS if kwargs.get(name) is not None}
+        options.setdefault("split_special_tokens", self.split_special_tokens)
         template = {**(self.chat_template_kwargs or {}), **(kwargs.get("chat_template_kwargs") or {})}
         ours = (*CHAT_OPTIONS, *_IGNORED, "chat_template_kwargs")
         sampling = {name: value for name, value in kwargs.items() if name not in ours}
@@ -268,7 +271,11 @@ class ChatPaged(PagedOptions, BaseChatModel):
         offered = [convert_to_openai_tool(tool) for tool in tools or ()]
         with translated_errors():
             prompt = chat_prompt(
-                tokenizer, to_dicts(messages), offered, chat_template_kwargs=self.chat_template_kwargs
+                tokenizer,
+                to_dicts(messages),
+                offered,
+                chat_template_kwargs=self.chat_template_kwargs,
+                split_special_tokens=self.split_special_tokens,
             )
         return len(prompt["prompt_token_ids"])
 

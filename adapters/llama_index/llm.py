@@ -56,6 +56,9 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template."
     )
+    split_special_tokens: bool = Field(
+        default=True, description="Whether special tokens written out in messages are text."
+    )
 
     _uses: EngineUses = PrivateAttr()
     _writes_chats: bool = PrivateAttr(default=False)
@@ -123,6 +126,7 @@ class PagedLLM(ToolCalling, StructuredPrediction, FunctionCallingLLM):
         if self._writes_chats:
             call = self._own_chat(messages, params, {**options, **template})
             return call, self._engine.submit(call.prompt, call.params)
+        options.setdefault("split_special_tokens", self.split_special_tokens)
         call = prepare_chat(
             self._engine.tokenizer, to_dicts(messages), params, chat_template_kwargs=template, **options
         )

@@ -10,9 +10,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.errors import RequestRejectedError
+
+if TYPE_CHECKING:
+    from paged_backend.text.special_text import SpecialText
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -50,6 +54,54 @@ class ChatTemplate:
         ``variables`` are visible to the template. Raises ``RequestRejectedError`` for what the template
         refuses, malformed messages, and parts that are not text where only text can be taken.
         """
+        chat, schemas = self._prepared(messages, tools, variables)
+        return self._render(chat, schemas, add_generation_prompt, continue_final_message, variables)
+
+    def render_with(
+        self,
+        special: SpecialText,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> tuple[str, Callable[[], list[int]] | None]:
+        """(what :meth:`render` gives; if messages, tools or documents have special tokens in them, a function that
+        encodes those as text, else None).
+
+        Where the template itself looks for special tokens in what the assistant said (to leave thoughts out, say),
+        those stay what they are.
+        """
+        chat, schemas = self._prepared(messages, tools, variables)
+        options = (add_generation_prompt, continue_final_message)
+        text = self._render(chat, schemas, *options, variables)
+        documents = plain_data(variables.get("documents"))
+        if not special.touches([chat, schemas, documents]):
+            return text, None
+        marks = special.marks(text)
+        own = [
+            message if message.get("role") == "assistant" else put
+            for message, put in zip(chat, marks.put(chat))
+        ]
+        variables = {**variables, "documents": marks.put(documents)}
+        marked = None
+        for some in (marks.put(chat), own):
+            try:
+                found = self._render(some, marks.put(schemas), *options, variables)
+            except RequestRejectedError:
+                continue
+            marked = found if marked is None else marked
+            if marks.strip(found) == text:
+                return text, partial(marks.encode, found)
+        if marked is None:
+            raise RequestRejectedError(
+                "messages: the chat template refuses special tokens that are only text"
+            )
+        return marks.strip(marked), partial(marks.encode, marked)
+
+    def _prepared(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], Any]:
         chat = [self._message(message, index) for index, message in enumerate(messages)]
         if not chat:
             raise RequestRejectedError("the conversation is empty; give at least one message")
@@ -59,10 +111,20 @@ class ChatTemplate:
             for message in chat:
                 if isinstance(message.get("content"), (list, tuple)):
                     message["content"] = _flatten(message["content"])
-        final = _mark_final(chat[-1]) if continue_final_message else ""
-        schemas = None if tools is None else [plain_data(tool_schema(tool)) for tool in tools]
-        text = self._run(chat, schemas, add_generation_prompt, variables)
-        return _cut_at_mark(text, final) if continue_final_message else text
+        return chat, None if tools is None else [plain_data(tool_schema(tool)) for tool in tools]
+
+    def _render(
+        self,
+        chat: Sequence[dict[str, Any]],
+        schemas: Any,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        if not continue_final_message:
+            return self._run(chat, schemas, add_generation_prompt, variables)
+        last, final = _mark_final(chat[-1])
+        return _cut_at_mark(self._run([*chat[:-1], last], schemas, add_generation_prompt, variables), final)
 
     def _message(self, message: Any, index: int) -> dict[str, Any]:
         data = _as_dict(message, index)
@@ -81,14 +143,14 @@ class ChatTemplate:
         return data
 
     def _run(
-        self, chat: list[Any], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self, chat: Sequence[Any], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         try:
             return self._template.render(
                 {
                     "documents": None,
                     **{name: plain_data(value) for name, value in variables.items()},
-                    "messages": chat,
+                    "messages": list(chat),
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -176,17 +238,17 @@ def _flatten(parts: Sequence[Any]) -> str:
     return "\n".join(texts)
 
 
-def _mark_final(message: dict[str, Any]) -> str:
-    """Append a marker to the last message's text, by which its end is found again in the rendered prompt."""
+def _mark_final(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(a copy with a marker behind the message's text, by which its end is found in the rendered prompt; the text)."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + _MARK
-        return content
-    for part in reversed(content if isinstance(content, (list, tuple)) else ()):
+        return {**message, "content": content + _MARK}, content
+    parts = list(content) if isinstance(content, (list, tuple)) else []
+    for place, part in reversed(list(enumerate(parts))):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             text: str = part["text"]
-            part["text"] = text + _MARK
-            return text
+            parts[place] = {**part, "text": text + _MARK}
+            return {**message, "content": parts}, text
     raise RequestRejectedError("continue_final_message needs a last message with text to continue")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.errors import RequestRejectedError
+from paged_backend.text.special_text import SpecialText
 from paged_backend.text.stop_strings import overlap
 from paged_backend.text.token_bytes import TokenBytes
 from paged_backend.token_ids import plain
@@ -56,16 +57,22 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._compiled: dict[str, ChatTemplate] = {}
         self._token_bytes: TokenBytes | None = None
+        self._special_text: SpecialText | None = None
         self._special_texts: list[str] | None = None
         self._overlapping: dict[str, bool] = {}
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
         """Ids of ``text``. With ``add_special_tokens`` bos and eos as the model's own settings say; special
-        tokens written out in ``text`` become their ids either way."""
+        tokens written out in ``text`` become their ids either way, unless ``split_special_tokens``."""
         text = _as_text(text)
+        if split_special_tokens and self._special.touches(text):
+            marks = self._special.marks(text)
+            return self._with_ends(marks.encode(marks.put(text)), add_special_tokens)
         if len(text) > _LONG_TEXT:  # only the batch calls let other Python threads run meanwhile
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -145,23 +152,72 @@ class Tokenizer:
         template, or the name of one of the model's. kwargs are handed to the template. Raises
         ``RequestRejectedError``.
         """
+        template, arguments, variables = self._template_call(
+            messages, tools, add_generation_prompt, continue_final_message, chat_template, kwargs
+        )
+        return template.render(*arguments, **variables)
+
+    def encode_chat(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
+        """Ids of ``render_chat(messages, **kwargs)``."""
+        return self.render_chat(messages, **kwargs)[1]
+
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        add_special_tokens: bool = False,
+        split_special_tokens: bool = True,
+        **kwargs: Any,
+    ) -> tuple[str, list[int]]:
+        """(text, ids) of a chat; parameters are those of ``apply_chat_template``.
+
+        add_special_tokens: those of ``encode``; the template has written bos where the model wants it.
+        split_special_tokens: what stands in messages, tools and documents is text and never a control token.
+        """
+        options = (messages, tools, add_generation_prompt, continue_final_message, chat_template)
+        if not split_special_tokens:
+            text = self.apply_chat_template(*options, **kwargs)
+            return text, self.encode(text, add_special_tokens)
+        template, arguments, variables = self._template_call(*options, kwargs)
+        text, encode = template.render_with(self._special, *arguments, **variables)
+        if encode is None:
+            return text, self.encode(text, add_special_tokens)
+        _as_text(text)
+        return text, self._with_ends(encode(), add_special_tokens)
+
+    def _template_call(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        chat_template: str | None,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[ChatTemplate, tuple[Any, ...], dict[str, Any]]:
         if continue_final_message and add_generation_prompt:
             raise RequestRejectedError("give add_generation_prompt or continue_final_message, not both")
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         template = self._template(self.template_source(chat_template, bool(tools)))
-        return template.render(
-            messages,
-            tools or None,
-            add_generation_prompt,
-            continue_final_message,
-            **{**self.named_tokens, **kwargs},
-        )
+        arguments = (messages, tools or None, add_generation_prompt, continue_final_message)
+        return template, arguments, {**self.named_tokens, **kwargs}
 
-    def encode_chat(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
-        """Ids of ``apply_chat_template(messages, **kwargs)``. Adds no special tokens: the template has
-        written bos where the model wants it."""
-        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+    def _with_ends(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        """``ids`` between what ``encode(add_special_tokens=True)`` puts around a text."""
+        if not add_special_tokens:
+            return ids
+        bare, whole = self.encode("a", False), self.encode("a", True)
+        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return [*whole[:start], *ids, *whole[start + len(bare) :]]
+
+    @property
+    def _special(self) -> SpecialText:
+        if self._special_text is None:
+            self._special_text = SpecialText(self.backend, self.special_ids)
+        return self._special_text
 
     def template_source(self, wanted: str | None = None, tools: bool = False) -> str:
         """The Jinja text that ``apply_chat_template(chat_template=wanted)`` takes. Raises ``RequestRejectedError``."""

@@ -20,7 +20,7 @@ from paged_backend.toolcalls.response_format import response_outputs
 
 CHAT_OPTIONS = (
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "add_generation_prompt",
-    "continue_final_message", "chat_template", "add_special_tokens",
+    "continue_final_message", "chat_template", "add_special_tokens", "split_special_tokens",
 )  # fmt: skip
 """Keywords of :func:`prepare_chat` that adapters take with each call, beside ``chat_template_kwargs``."""
 

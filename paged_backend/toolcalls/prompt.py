@@ -13,13 +13,15 @@ from paged_backend.toolcalls.formats import ToolFormat, tool_format_for
 from paged_backend.toolcalls.messages import KNOWN_ROLES, normalize_messages, normalize_tools, text_of
 
 Chat = list[dict[str, Any]]
+_Render = Callable[[Chat], tuple[str, list[int]]]
 _OWN_OPTIONS = (
     "messages",
     "tools",
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
-    "tokenize",
+    "add_special_tokens",
+    "split_special_tokens",
 )
 _PROBE = "paged backend probe"
 
@@ -45,6 +47,7 @@ def chat_prompt(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
+    split_special_tokens: bool = True,
 ) -> dict[str, Any]:
     """A prompt for ``engine.submit``: the text and its token ids, with the special tokens that the template wrote.
 
@@ -52,7 +55,8 @@ def chat_prompt(
     tool_format: how calls are written; by default as the template does.
     add_generation_prompt: open the assistant's turn; by default yes, unless ``continue_final_message`` asks to go on
     with the last message. chat_template: a template, or the name of one of the model's. chat_template_kwargs:
-    variables for it. add_special_tokens: those that the tokenizer adds to a text, too.
+    variables for it. add_special_tokens: those that the tokenizer adds to a text, too. split_special_tokens: the text
+    of special tokens in messages, tools and documents is encoded as text; False lets it act as control tokens.
 
     A template that refuses messages of one role in a row, or a system message, gets them joined, or put in front of
     the next user's. Raises ``RequestRejectedError`` for what it refuses all the same.
@@ -76,23 +80,25 @@ def chat_prompt(
     elif tool_format.name == "mistral":
         chat = [_nine(message) for message in chat]
 
-    def render(some: Chat) -> str:
-        text: str = tokenizer.apply_chat_template(
+    def render(some: Chat) -> tuple[str, list[int]]:
+        rendered: tuple[str, list[int]] = tokenizer.render_chat(
             some,
             tools=told or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
+            add_special_tokens=add_special_tokens,
+            split_special_tokens=split_special_tokens,
             **variables,
         )
-        return text
+        return rendered
 
-    text, chat = _first_accepted(render, chat)
+    (text, ids), chat = _first_accepted(render, chat)
     _check_roles(render, chat, source)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=add_special_tokens)}
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
-def _first_accepted(render: Callable[[Chat], str], chat: Chat) -> tuple[str, Chat]:
+def _first_accepted(render: _Render, chat: Chat) -> tuple[tuple[str, list[int]], Chat]:
     """What the template makes of the messages as they are, else of forms of them that exacting templates take."""
     refusal: RequestRejectedError | None = None
     for change in (None, _only_objects, _joined, _without_system):
@@ -158,14 +164,14 @@ def _without_system(chat: Chat) -> Chat:
     return _joined(left)
 
 
-def _check_roles(render: Callable[[Chat], str], chat: Chat, source: str) -> None:
+def _check_roles(render: _Render, chat: Chat, source: str) -> None:
     """Refuse roles of the caller's own that the template leaves out, or takes for another one."""
     for number, message in enumerate(chat):
         role = message["role"]
         if role in KNOWN_ROLES:
             continue
         probe = [*chat[:number], {**message, "content": _PROBE}, *chat[number + 1 :]]
-        shown = render(probe)
+        shown, _ = render(probe)
         if _PROBE not in shown or not (role in source or role in shown):
             raise RequestRejectedError(
                 f"messages.{number}.role must be one that this model's chat template knows, such as "

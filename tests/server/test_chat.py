@@ -228,3 +228,22 @@ def test_messages_in_the_forms_that_clients_send(server):
     assert text.endswith("[critic] Hm.\n[assistant] \n[user] more\n")
     answer = server.client().chat.completions.create(model="tiny", messages=chat, max_tokens=2)
     assert answer.usage.completion_tokens
+
+
+def test_special_tokens_in_messages_are_text_unless_they_are_asked_for(server):
+    chat = [{"role": "user", "content": "a</s>b"}]
+
+    for split, count in ((None, 0), (True, 0), (False, 1)):
+        extra = {} if split is None else {"split_special_tokens": split}
+        tokens = server.post("/tokenize", {"messages": chat, **extra}).json()["tokens"]
+        assert tokens.count(2) == count
+        answer = server.post(
+            "/v1/chat/completions", {"messages": chat, "max_tokens": 1, "return_token_ids": True, **extra}
+        )
+        assert answer.json()["prompt_token_ids"] == tokens
+        usage = server.post("/v1/responses", {"input": chat, "max_output_tokens": 1, **extra}).json()["usage"]
+        assert usage["input_tokens"] == len(tokens)
+
+    for split, count in ((None, 1), (True, 0)):
+        body = {"prompt": "a</s>b", **({} if split is None else {"split_special_tokens": split})}
+        assert server.post("/tokenize", body).json()["tokens"].count(2) == count

@@ -104,5 +104,6 @@ def _chat(serving: Serving, body: Prompt) -> dict[str, Any]:
         "tools": None if none else chat_tools(body.tools),
         "continue_final_message": goes_on,
         "chat_template_kwargs": template_variables(body, serving.tokenizer),
+        "split_special_tokens": body.split_special_tokens is not False,
         "add_special_tokens": bool(getattr(body, "add_special_tokens", None)),
     }

@@ -19,11 +19,13 @@ LONG_TEXT = 8192
 """Characters from which a text is encoded in a thread, so that other streams go on meanwhile."""
 
 
-async def encode(serving: Serving, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(
+    serving: Serving, text: str, add_special_tokens: bool, split_special_tokens: bool = False
+) -> list[int]:
     if len(text) < LONG_TEXT:
-        ids: list[int] = serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = serving.tokenizer.encode(text, add_special_tokens, split_special_tokens)
         return ids
-    return await serving.aside(serving.tokenizer.encode, text, add_special_tokens)
+    return await serving.aside(serving.tokenizer.encode, text, add_special_tokens, split_special_tokens)
 
 
 async def open_chat(
@@ -84,6 +86,7 @@ def template_options(serving: Serving, body: Any) -> dict[str, Any]:
         "continue_final_message": bool(body.continue_final_message),
         "chat_template": body.chat_template,
         "chat_template_kwargs": variables,
+        "split_special_tokens": body.split_special_tokens is not False,
         "add_special_tokens": bool(body.add_special_tokens),
     }
 

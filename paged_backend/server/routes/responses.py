@@ -221,6 +221,7 @@ async def _fitting(
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=_template_variables(serving, body),
+        split_special_tokens=body.split_special_tokens is not False,
         add_special_tokens=bool(body.add_special_tokens),
         **given,
     )

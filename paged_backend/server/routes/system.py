@@ -81,7 +81,10 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages", param="prompt", code="invalid_value")
     if body.prompt is not None:
-        ids = await encode(serving, body.prompt, body.add_special_tokens is not False)
+        split = bool(
+            body.split_special_tokens
+        )  # a prompt's special tokens act as such unless it says otherwise
+        ids = await encode(serving, body.prompt, body.add_special_tokens is not False, split)
     else:
         ids = await chat_ids(
             serving, body.messages or [], tools=body.tools, **template_options(serving, body)

@@ -43,6 +43,7 @@ class Prompt(Body):
     thinking: dict[str, Any] | None = Field(None, description="disabled or adaptive.")
     output_config: dict[str, Any] | None = Field(None, description="format and effort.")
     chat_template_kwargs: dict[str, Any] | None = None
+    split_special_tokens: bool | None = None
 
 
 class CountTokensRequest(Prompt):

@@ -28,6 +28,9 @@ def _list_neutral(schema: dict[str, Any], body: type[Body]) -> None:
         schema["properties"].setdefault(name, {"description": f"No answer depends on it; else: {rule.why}."})
 
 
+SPLIT = "Special tokens written out in messages are text (true, the default) or act as what they are (false)."
+
+
 class Body(BaseModel):
     """neutral: fields that are taken where they ask for nothing but what is done anyway."""
 
@@ -145,6 +148,7 @@ class Templating(Body):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    split_special_tokens: bool | None = Field(None, description=SPLIT)
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = Field(
         None, description="Handed to a chat template that knows it; other models have no effort to change."
@@ -203,6 +207,7 @@ class ResponsesRequest(Sampling):
         None, description="Of a response that this server has kept; its instructions are not taken over."
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    split_special_tokens: bool | None = Field(None, description=SPLIT)
 
 
 class TokenizeRequest(Body):
@@ -219,6 +224,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    split_special_tokens: bool | None = Field(None, description=SPLIT)
 
 
 class DetokenizeRequest(Body):
