@@ -1,4 +1,4 @@
-"""EngineCore: one synchronous step after another. Threads, text and clients are the business of ``async_engine``.
+"""EngineCore: one synchronous step after another. Threads, text and clients are the business of ``loop``.
 
 A step: schedule -> copy shared tails -> run the model -> append tokens, publish blocks, retire. With a runner that
 computes by itself, the next step is scheduled and launched in between (see ``in_flight``), so that it never waits for
