@@ -24,7 +24,7 @@ def generate_batch(
         try:
             if len(prompt) == 0:
                 raise ValueError("the prompt is empty: give at least one token")
-            ids = torch.tensor([list(prompt)], dtype=torch.long)
+            ids = torch.tensor([list(prompt)], dtype=torch.long, device="cpu")
             if int(ids.min()) < 0 or int(ids.max()) >= model.engine.vocab_size:
                 raise ValueError(
                     f"the prompt has a token id outside the vocabulary of {model.engine.vocab_size}"

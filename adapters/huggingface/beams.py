@@ -49,13 +49,15 @@ class BeamCall(EngineCall):
         # as in transformers, a pad_token_id of 0 counts as none here
         pad = self.config._pad_token_tensor
         fill = (int(pad) if pad is not None and int(pad) else self.eos_ids[0]) if self.eos_ids else -1
-        new = torch.full((len(outputs), width), fill, dtype=torch.long)
-        indices = torch.full((len(outputs), width), -1, dtype=torch.int32)
+        new = torch.full((len(outputs), width), fill, dtype=torch.long, device="cpu")
+        indices = torch.full((len(outputs), width), -1, dtype=torch.int32, device="cpu")
         for i, output in enumerate(outputs):
-            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
+            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids, dtype=torch.long, device="cpu")
             if output.beam is not None:
                 first = i // per_prompt * self.config.num_beams
-                indices[i, : len(output.token_ids)] = torch.tensor(output.beam.parents) + first
+                indices[i, : len(output.token_ids)] = (
+                    torch.tensor(output.beam.parents, dtype=torch.long, device="cpu") + first
+                )
         prompts = torch.stack([row.prefix for row in self.rows]).repeat_interleave(per_prompt, dim=0)
         sequences = torch.cat([prompts, new], dim=1)
         if not self.config.return_dict_in_generate:

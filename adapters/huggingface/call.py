@@ -101,7 +101,7 @@ class EngineCall:
 
     def _masked_oddly(self) -> str | None:
         if self.mask is None:
-            expected = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)
+            expected = torch.arange(self.input_ids.shape[1], device="cpu").expand_as(self.input_ids)
             seen = torch.ones_like(self.input_ids, dtype=torch.bool)
         else:
             if self.mask.shape != self.input_ids.shape:
@@ -189,7 +189,7 @@ class EngineCall:
         sampling: dict[str, Any] = {"temperature": 1.0 if self.config.do_sample else 0.0}
         if self.config.do_sample:
             # from torch's generator, so that torch.manual_seed and set_seed make this reproducible too
-            sampling["seed"] = int(torch.randint(0, 2**62, (1,)).item())
+            sampling["seed"] = int(torch.randint(0, 2**62, (1,), dtype=torch.long, device="cpu").item())
         sampling.update({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}, **fields)
         params = SamplingParams(
             n=n,
@@ -238,14 +238,15 @@ class EngineCall:
     def _stream(self) -> None:
         for output in self.handles[0]:
             for token in output.outputs[0].token_ids:
-                self.streamer.put(torch.tensor([token]))
+                self.streamer.put(torch.tensor([token], dtype=torch.long, device="cpu"))
 
     def _assemble(self, outputs: list[CompletionOutput]) -> Any:
         width = max(len(output.token_ids) for output in outputs)
         pad = self.config._pad_token_tensor
-        new = torch.full((len(outputs), width), int(pad) if pad is not None else 0, dtype=torch.long)
+        fill = int(pad) if pad is not None else 0
+        new = torch.full((len(outputs), width), fill, dtype=torch.long, device="cpu")
         for row, output in zip(new, outputs):
-            row[: len(output.token_ids)] = torch.tensor(output.token_ids)
+            row[: len(output.token_ids)] = torch.tensor(output.token_ids, dtype=torch.long, device="cpu")
         sequences = torch.cat([self.input_ids, new], dim=1)
         if not self.config.return_dict_in_generate:
             return sequences

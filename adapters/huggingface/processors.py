@@ -165,7 +165,7 @@ class RowCriterion:
         ids = with_output(self._prefix, output)
         scores = None if self._recorder is None else tuple(self._recorder.steps(len(output)))
         # each is asked, as in transformers, even when an earlier one has said yes
-        said = [torch.as_tensor(criterion(ids, scores)) for criterion in self._criteria]
+        said = [torch.as_tensor(criterion(ids, scores), device="cpu") for criterion in self._criteria]
         return any(bool(answer.any()) for answer in said)
 
 
@@ -185,4 +185,4 @@ class Recorder:
 
 def with_output(prefix: Tensor, output: Sequence[int]) -> Tensor:
     """int64 [1, L + n]."""
-    return torch.cat([prefix, torch.tensor(output, dtype=torch.long)])[None]
+    return torch.cat([prefix, torch.tensor(output, dtype=torch.long, device="cpu")])[None]

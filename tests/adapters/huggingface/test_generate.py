@@ -399,3 +399,23 @@ def test_samples_in_generate_batch(ours: Any, tokenizer: Any) -> None:
         [prompt], do_sample=True, num_return_sequences=3, max_new_tokens=5, eos_token_id=[]
     )
     assert list(out) == ["req_0", "req_0__child#0", "req_0__child#1"]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "drawn"]
+)
+def test_a_default_dtype_or_device_of_the_process_changes_nothing(
+    ours: Any, encode: Any, said: Any, more: dict[str, Any]
+) -> None:
+    inputs = encode("the cat")
+    torch.manual_seed(1)
+    expected = ours.generate(**inputs, **{**greedy(), **more})
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = ours.generate(**inputs, **{**greedy(), **more})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert said() == []
