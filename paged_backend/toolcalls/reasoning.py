@@ -91,7 +91,7 @@ def reasoning_options(
 ) -> dict[str, Any]:
     """Variables for the chat template that make the model think or not, None: as it likes.
 
-    Raises ``RequestRejectedError``, which begins with ``place``, where the template knows of no such choice.
+    Raises ``RequestRejectedError``, which begins with ``place``, where thoughts cannot be turned off.
     """
     templates = tokenizer.templates.values()
 
@@ -103,10 +103,6 @@ def reasoning_options(
         variables["enable_thinking"] = wanted
     elif wanted is False and known(END):
         raise RequestRejectedError(f"{place} cannot turn off thoughts: this model always thinks")
-    if effort is not None:
-        if not known("reasoning_effort"):
-            raise RequestRejectedError(
-                f"{place} is not supported: this model's chat template does not know it"
-            )
+    if effort is not None and known("reasoning_effort"):  # others have no effort to change
         variables["reasoning_effort"] = effort
     return variables

@@ -117,6 +117,7 @@ OWN = {
     },
     RESPONSES: {
         "instructions": (["be brief"], [1]),
+        "reasoning": ([{"effort": "low"}, {"effort": "none"}], [{"summary": "detailed"}]),
         "background": ([False], [True]),
         "background_options": ([{}], [{"a": 1}]),
         "access_programs": ([{}], [1]),

@@ -116,7 +116,6 @@ def test_logprobs(server):
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "last"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"include": ["else"]}, "include"),
         ({"extra_body": {"stream_options": {"include_usage": True}}}, "stream_options"),

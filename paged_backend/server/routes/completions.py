@@ -127,6 +127,7 @@ class _Answer:
         self._created = int(time.time())
         self._model = body.model or serving.name
         self._n = sampled
+        self._choosing = sampled > (body.n or 1)
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
@@ -137,7 +138,7 @@ class _Answer:
             for number, output in batch:
                 choice = self._choice(number, output)
                 pieces.setdefault(choice.index, []).append(choice)
-                for token, entry in zip(output.token_ids, output.logprobs or ()):
+                for token, entry in zip(output.token_ids, (output.logprobs or ()) if self._choosing else ()):
                     likely.setdefault(choice.index, []).append(entry[token].logprob)
         choices = [_joined(pieces[index]) for index in self._best(pieces, likely)]
         for index, choice in enumerate(choices):
@@ -146,9 +147,9 @@ class _Answer:
 
     def _best(self, given: Iterable[int], likely: Mapping[int, list[float]]) -> list[int]:
         """The indices to show: all, or of each prompt the ``n`` whose tokens are the most likely on average."""
-        shown = self._body.n or 1
-        if shown >= self._n:
+        if not self._choosing:
             return sorted(given)
+        shown = self._body.n or 1
 
         def rank(index: int) -> tuple[int, float, int]:
             values = likely[index]
@@ -158,7 +159,11 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         options = self._body.stream_options
-        everywhere = options is not None and bool(options.continuous_usage_stats)
+        everywhere = (
+            options is not None
+            and bool(options.continuous_usage_stats)
+            and options.include_usage is not False
+        )
         at_end = options is not None and bool(options.include_usage)
         async for batch in self.job.news():
             parts = []
@@ -207,8 +212,9 @@ class _Answer:
         if echoed:
             text = self._echoed(number) + text
         extra: dict[str, Any] = {}
-        if first and body.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
+        if first and (body.prompt_logprobs is not None or not body.stream):
+            asked = remote.prompt_logprobs if body.prompt_logprobs is not None else None
+            extra["prompt_logprobs"] = prompt_logprobs(asked)
         if body.return_token_ids:
             extra["token_ids"] = tokens
             if first:

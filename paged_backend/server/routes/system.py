@@ -90,8 +90,8 @@ async def tokenize(request: Request) -> Response:
             serving, body.messages or [], tools=body.tools, **template_options(serving, body)
         )
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.client.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = [serving.tokenizer.id_to_token(token) or "" for token in ids]
+    names = [serving.tokenizer.id_to_token(token) or "" for token in ids] if body.return_token_strs else None
+    answer["token_strs"] = names
     return json_answer(TokenizeResponse(**answer).model_dump_json(exclude_unset=True))
 
 

@@ -69,8 +69,7 @@ class ChatBuilder:
             "usage": self._usage(),
         }
         remote = self.job.requests[0]
-        if self._body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
+        made["prompt_logprobs"] = prompt_logprobs(remote.prompt_logprobs)
         if self._body.return_token_ids:
             made["prompt_token_ids"] = remote.prompt_token_ids
         return json_text(made)
@@ -152,7 +151,7 @@ class ChatBuilder:
 
     def _event(self, *choices: Fields, **extra: Any) -> bytes:
         options = self._options
-        if options is not None and options.continuous_usage_stats:
+        if options is not None and options.continuous_usage_stats and options.include_usage is not False:
             extra.setdefault("usage", self._usage())
         elif options is not None and options.include_usage:
             extra.setdefault("usage", None)
