@@ -9,7 +9,7 @@ included, are those of transformers' ``generate``, so that the hypotheses agree 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,20 +33,39 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    token_ids: tuple[int, ...]
+    """One token that goes on from another beam, so that a step costs the same however long the outputs are.
+
+    parent: the number of the beam that it continues, among those of its step.
+    """
+
     score: np.float32
-    parents: tuple[int, ...]
+    before: _Beam | None = None
+    token_id: int = -1
+    parent: int = -1
+    length: int = 0
+
+    def path(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(token ids, parents) from the first one on."""
+        path: list[tuple[int, int]] = []
+        beam = self
+        while beam.before is not None:
+            path.append((beam.token_id, beam.parent))
+            beam = beam.before
+        return tuple(t for t, _ in reversed(path)), tuple(p for _, p in reversed(path))
 
 
 class BeamGroup:
-    """options, max_tokens, stop_ids, and stops (output ids -> whether they end a hypothesis) of one request."""
+    """options, max_tokens, stop_ids, and stops (output ids -> whether they end a hypothesis) of one request.
+
+    stops: None if nothing but ids and length ends one.
+    """
 
     def __init__(
         self,
         options: BeamSearch,
         max_tokens: int,
         stop_ids: Sequence[int],
-        stops: Callable[[Sequence[int]], bool] = lambda output: False,
+        stops: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self.options = options
         self.max_tokens = max_tokens
@@ -55,7 +74,7 @@ class BeamGroup:
         self.num_candidates = max(2, 1 + len(self.stop_ids)) * options.num_beams
         self.done = False
         self._stops = stops
-        self._beams = [_Beam((), np.float32(0), ())]
+        self._beams = [_Beam(np.float32(0))]
         self._proposals: dict[int, Proposal] = {}
         self._hopeless = False  # no running beam can beat the finished hypotheses
         empty = Hypothesis((), float(OUT), (), finished=False)
@@ -84,8 +103,8 @@ class BeamGroup:
         ]
         running = sorted(running, key=lambda item: -item[0])[:width]
         self._finish(candidates, ends)
-        length = len(candidates[0].token_ids)
-        self._beams = [_Beam(beam.token_ids, score, beam.parents) for score, beam in running]
+        length = candidates[0].length
+        self._beams = [replace(beam, score=score) for score, beam in running]
         patient = options.early_stopping == "never" and options.length_penalty > 0
         reach = self.max_tokens if patient else length
         best = running[0][0] / np.float32(reach**options.length_penalty)
@@ -94,7 +113,7 @@ class BeamGroup:
             self._hopeless = True
         full = options.early_stopping is True and all(h.finished for h in self._hypotheses)
         self.done = self._hopeless or full or all(ends)
-        return [] if self.done else [Pick(beam.parents[-1], beam.token_ids[-1]) for beam in self._beams]
+        return [] if self.done else [Pick(beam.parent, beam.token_id) for beam in self._beams]
 
     def best(self, count: int) -> list[Hypothesis]:
         """The ``count`` best hypotheses, best first. Valid when done."""
@@ -107,14 +126,16 @@ class BeamGroup:
             for token, logprob, _ in self._proposals[index]
         ]
         scored.sort(key=lambda item: -item[0])
+        beams = self._beams
         return [
-            _Beam((*self._beams[i].token_ids, token), score, (*self._beams[i].parents, i))
+            _Beam(score, beams[i], token, i, beams[i].length + 1)
             for score, i, token in scored[: self.num_candidates]
         ]
 
     def _ends(self, beam: _Beam) -> bool:
-        output = beam.token_ids
-        return output[-1] in self.stop_ids or len(output) >= self.max_tokens or self._stops(output)
+        if beam.token_id in self.stop_ids or beam.length >= self.max_tokens:
+            return True
+        return self._stops is not None and self._stops(beam.path()[0])
 
     def _finish(self, candidates: Sequence[_Beam], ends: Sequence[bool]) -> None:
         """Let the candidates that end, if they are among the best num_beams, compete with the hypotheses so far."""
@@ -122,10 +143,11 @@ class BeamGroup:
         full = self.options.early_stopping is True and all(h.finished for h in self._hypotheses)
         if full or self._hopeless:
             return
-        penalty = np.float32(len(candidates[0].token_ids) ** self.options.length_penalty)
+        penalty = np.float32(candidates[0].length ** self.options.length_penalty)
         fresh = [
-            Hypothesis(beam.token_ids, float(beam.score / penalty), beam.parents)
+            Hypothesis(tokens, float(beam.score / penalty), parents)
             for beam, end in zip(candidates[:width], ends)
             if end
+            for tokens, parents in (beam.path(),)
         ]
         self._hypotheses = sorted([*self._hypotheses, *fresh], key=lambda h: -h.score)[:width]

@@ -99,7 +99,8 @@ class Request:
         self.group = group  # with one, ``index`` is the number of the beam
         if group is None and params.beam_search is not None:
             self.seats = params.beam_search.num_beams
-            self.group = BeamGroup(params.beam_search, self.max_tokens, self.stop_ids, self.stops)
+            stops = self.stops if params.stop_criteria else None
+            self.group = BeamGroup(params.beam_search, self.max_tokens, self.stop_ids, stops)
         self.arrival = 0
         self.sequence = 0  # a number of its own, given by the scheduler: samples and beams share an arrival
         self.skipped = 0
