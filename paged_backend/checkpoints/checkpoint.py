@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Checkpoint:
     shapes: tensor name -> shape, known without reading the tensor.
     generation_config: the content of ``generation_config.json``, {} if there is none.
     path: the folder or file the model came from, for messages and as registry key.
+    integers: what else the file has: tensor name -> (dtype as the file calls it, function that reads it). Buffers such
+        as masks and positions, or weights in a form that has no reader here.
     tokenizer_source: what ``AutoTokenizer.from_pretrained`` takes: a folder or file path, or a hub id.
     """
 
@@ -34,3 +36,4 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     path: Path
     tokenizer_source: str
+    integers: Mapping[str, tuple[str, TensorSource]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ rebuilds the config.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ from paged_backend.checkpoints.gguf_config import build_config, build_generation
 from paged_backend.checkpoints.gguf_metadata import GGUFFile, TensorInfo, demo_path, open_parts
 from paged_backend.checkpoints.gguf_quants import Expand, dequantize
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["GGUFTensors", "demo_path", "load_gguf"]
 
@@ -50,10 +53,12 @@ _SANDWICH_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 # rope tensors are part of the config, not of the weights; attn_rot_embd is what old converters kept of a
-# buffer
+# buffer; cls is the head of a classifier
 _NOT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+    r"|cls(\.output)?\.(weight|bias)"
 )
+_ANY_LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP = re.compile(r"(\w+)\.(weight|bias)")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -78,9 +83,13 @@ class GGUFTensors(Mapping[str, TensorSource]):
         architecture = self.file.metadata["general.architecture"]
         self._norm_plus_one = architecture.startswith("gemma")
         self._interleaved = architecture in ("llama", "mistral")
+        unused: list[str] = []
         for file in files:
             for name, info in file.tensors.items():
-                if _NOT_WEIGHTS.fullmatch(name):
+                layer = _ANY_LAYER.match(name)
+                beyond = layer is not None and int(layer[1]) >= int(config["num_hidden_layers"])
+                if beyond or _NOT_WEIGHTS.fullmatch(name):
+                    unused += [name] if beyond else []
                     continue
                 hf_name = _hf_name(name, architecture)
                 if hf_name is None:
@@ -90,6 +99,8 @@ class GGUFTensors(Mapping[str, TensorSource]):
                 if hf_name in self._entries:
                     raise ModelLoadError(f"{file.path}: tensor {name!r} appears in two parts of the model")
                 self._entries[hf_name] = (file, info)
+        if unused:  # they guess further tokens
+            logger.info("%s: %d tensors of layers beyond the last are not used", self.file.path, len(unused))
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -172,8 +172,9 @@ def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
     config, generation_config = _read_configs(path)
     sources: dict[str, TensorSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    integers: dict[str, tuple[str, TensorSource]] = {}
     for shard, names in _shards(path).items():
-        _map_shard(path / shard, names, sources, shapes)
+        _map_shard(path / shard, names, sources, shapes, integers)
     return Checkpoint(
         config=config,
         tensors=sources,
@@ -181,6 +182,7 @@ def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
         generation_config=generation_config,
         path=path,
         tokenizer_source=str(path),
+        integers=integers,
     )
 
 
@@ -223,9 +225,13 @@ def _shards(path: Path) -> dict[str, list[str]]:
 
 
 def _map_shard(
-    file: Path, promised: list[str], sources: dict[str, TensorSource], shapes: dict[str, tuple[int, ...]]
+    file: Path,
+    promised: list[str],
+    sources: dict[str, TensorSource],
+    shapes: dict[str, tuple[int, ...]],
+    integers: dict[str, tuple[str, TensorSource]],
 ) -> None:
-    """Add the tensors of one memory-mapped file; only its header is read."""
+    """Add the tensors of one memory-mapped file, those that are no floats to ``integers``; only its header is read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -241,9 +247,8 @@ def _map_shard(
     for name in names:
         view = mapped.get_slice(name)
         if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ModelLoadError(
-                f"tensor {name!r} in {file} has dtype {view.get_dtype()}; only float weights are supported"
-            )
+            integers[name] = view.get_dtype(), partial(mapped.get_tensor, name)
+            continue
         sources[name] = partial(mapped.get_tensor, name)
         shapes[name] = tuple(view.get_shape())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,11 @@ _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
+# computed anew, whatever a checkpoint says
+_BUFFER = re.compile(r"(rotary_emb\.\w+|masked_bias|attn\.bias|position_ids|attention_mask|causal_mask)$")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXTRA = re.compile(r"model\.(mtp|v_head|value_head|score|classifier)\w*\.")
+_TOLD = 8  # names in a log line
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -65,37 +71,68 @@ def expected_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def fit(checkpoint: Checkpoint, spec: DecoderSpec) -> tuple[DecoderSpec, dict[str, TensorSource]]:
     """The tensors of ``spec`` by name, checked, and the spec with ``tied`` as the checkpoint really is.
 
-    Raises ModelLoadError naming the first tensor that is missing, unexpected or of the wrong shape.
+    What the decoder does not use is left alone and said in one log line. Raises ModelLoadError naming every tensor
+    that is missing, the first of a wrong shape, and the first that the decoder would need to give right results.
     """
     sources, shapes = dict(checkpoint.tensors), dict(checkpoint.shapes)
+    integers = {name: dtype for name, (dtype, _) in checkpoint.integers.items()}
     if spec.architecture.endswith("ForConditionalGeneration"):
-        sources, shapes = _text_names(sources), _text_names(shapes)
+        sources, shapes, integers = _text_names(sources), _text_names(shapes), _text_names(integers)
     spec = _resolve_tying(sources, shapes, spec, checkpoint.path)
     expected = expected_shapes(spec)
+    check_missing(checkpoint.path, spec.architecture, [n for n in expected if n not in sources], integers)
     for name, shape in expected.items():
-        if name not in sources:
-            hint = ""
-            if name == HEAD:
-                hint = "; if the head is the embedding, set tie_word_embeddings to true in config.json"
-            raise ModelLoadError(
-                f"{checkpoint.path} has no tensor {name!r}, which {spec.architecture} needs{hint}"
-            )
         if tuple(shapes[name]) != shape:
             raise ModelLoadError(
                 f"tensor {name!r} in {checkpoint.path} has shape {tuple(shapes[name])}, but config.json "
                 f"asks for {shape}"
             )
-    for name in sources:
-        if (
-            name not in expected
-            and not (name == HEAD and spec.tied)
-            and not name.endswith("rotary_emb.inv_freq")
-        ):
+    left = [
+        name
+        for name in (*sources, *integers)
+        if name not in expected and not (name == HEAD and spec.tied) and not _BUFFER.search(name)
+    ]
+    parts = {name.rpartition(".")[0] for name in expected}
+    for name in left:
+        if name.rpartition(".")[0] in parts or _inside(name, spec.num_layers):
             raise ModelLoadError(
                 f"{checkpoint.path} has a tensor {name!r} that {spec.architecture} has no use for: its "
                 "config.json does not describe these weights"
             )
+    tell_unused(checkpoint.path, left)
     return spec, {name: sources[name] for name in expected}
+
+
+def check_missing(path: Path, owner: str, names: Sequence[str], integers: Mapping[str, str]) -> None:
+    """ModelLoadError that names all of ``names``. integers: dtype of each tensor that is no float."""
+    wrong = [name for name in names if name in integers]
+    if wrong:
+        raise ModelLoadError(
+            f"tensor {wrong[0]!r} in {path} has dtype {integers[wrong[0]]}; only float weights are supported"
+        )
+    if not names:
+        return
+    hint = ""
+    if HEAD in names:
+        hint = "; if the head is the embedding, set tie_word_embeddings to true in config.json"
+    listed = ", ".join(map(repr, names))
+    raise ModelLoadError(f"{path} has no tensor {listed}, which {owner} needs{hint}")
+
+
+def tell_unused(path: Path, names: Sequence[str]) -> None:
+    """One log line for tensors that no model of this kind uses: extra heads, layers that predict further tokens."""
+    if names:
+        more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+        logger.info("%s: tensors that are not used: %s%s", path, ", ".join(names[:_TOLD]), more)
+
+
+def _inside(name: str, num_layers: int) -> bool:
+    """Whether it stands in the decoder itself, which then is another than its config says. Layers beyond the last are
+    for training, or for guessing further tokens."""
+    layer = _LAYER.match(name)
+    if layer is not None:
+        return int(layer[1]) < num_layers
+    return name.startswith("model.") and _EXTRA.match(name) is None
 
 
 def _text_names(tensors: Mapping[str, _T]) -> dict[str, _T]:

@@ -254,6 +254,98 @@ def test_harmless_extras_are_ignored(folder, paged):
     assert torch.equal(paged(folder).logits(PROMPT), before)
 
 
+EXTRAS = {
+    "model.embed_tokens.position_ids": torch.arange(8),
+    "model.layers.0.self_attn.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+    "model.layers.1.self_attn.masked_bias": torch.tensor(-1e4),
+    "model.rotary_emb.inv_freq": torch.zeros(8),
+    "v_head.summary.weight": torch.zeros(1, 64),
+    "score.weight": torch.zeros(2, 64),
+    "model.layers.2.self_attn.q_proj.weight": torch.zeros(64, 64),
+    "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
+    "mtp.fc.weight": torch.zeros(64, 128),
+    "steps": torch.tensor(7),
+}
+
+
+def test_what_the_decoder_does_not_use_is_left_alone_and_said_in_one_line(folder, paged, caplog):
+    before = paged(folder).logits(PROMPT)
+    edit_tensors(folder, lambda t: t.update(EXTRAS))
+    with caplog.at_level("INFO", "paged_backend"):
+        assert torch.equal(paged(folder).logits(PROMPT), before)
+    (line,) = {record.getMessage() for record in caplog.records if "not used" in record.getMessage()}
+    assert "v_head.summary.weight" in line
+    assert "model.layers.2.eh_proj.weight" in line
+    assert "inv_freq" not in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.1.mlp.up_proj.weight_scale",
+        "model.embed_positions.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_what_would_change_the_results_is_refused(folder, name, dtype):
+    edit_tensors(folder, lambda t: t.update({name: torch.zeros(64, dtype=dtype)}))
+    with pytest.raises(ModelLoadError, match=rf"tensor '{name}'"):
+        load(folder)
+
+
+def test_all_that_is_missing_is_named_in_one_line(folder):
+    names = [
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+    ]
+    edit_tensors(folder, lambda t: [t.pop(name) for name in names])
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    assert all(repr(name) in str(caught.value) for name in names)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def gpt2(save_random, tmp_path):
+    """A checkpoint that runs through its transformers module."""
+    config = hf.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    return shutil.copytree(save_random(hf.GPT2LMHeadModel, config)[0], tmp_path / "gpt2")
+
+
+def test_a_module_s_checkpoint_may_have_more_than_the_module(gpt2, paged, caplog):
+    before = paged(gpt2).logits(PROMPT)
+    extras = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8),
+        "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.wpe.position_ids": torch.arange(64),
+        "v_head.summary.weight": torch.zeros(1, 64),
+    }
+    edit_tensors(gpt2, lambda t: t.update(extras))
+    with caplog.at_level("INFO", "paged_backend"):
+        assert torch.equal(paged(gpt2).logits(PROMPT), before)
+    assert any("v_head.summary.weight" in record.getMessage() for record in caplog.records)
+
+
+def test_a_module_s_checkpoint_that_lacks_or_misplaces_tensors_is_refused(gpt2):
+    names = ["transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.bias"]
+    whole = load_file(gpt2 / WEIGHTS)
+    edit_tensors(gpt2, lambda t: [t.pop(name) for name in names])
+    with pytest.raises(ModelLoadError) as caught:
+        load(gpt2)
+    assert all(repr(name) in str(caught.value) for name in names)
+    wrong = {**whole, names[0]: whole[names[0]].to(torch.int8)}
+    save_file(wrong, gpt2 / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"{names[0]}.*dtype I8"):
+        load(gpt2)
+    save_file({**whole, "transformer.h.0.ln_1.scale": torch.zeros(64)}, gpt2 / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"ln_1\.scale"):
+        load(gpt2)
+
+
 # --- tie_word_embeddings against what is in the file: vllm #5621, #51063, PR #51665, sglang PR #1508 -------
 
 
@@ -334,7 +426,7 @@ def test_a_hub_id_without_network_or_cache_gives_a_clear_error(tmp_path, monkeyp
 
     asked = {}
 
-    def offline(name, allow_patterns):
+    def offline(name, allow_patterns, **options):
         asked["patterns"] = allow_patterns
         raise LocalEntryNotFoundError("offline")
 
@@ -349,5 +441,5 @@ def test_a_hub_id_without_network_or_cache_gives_a_clear_error(tmp_path, monkeyp
 def test_a_downloaded_hub_model_is_loaded_from_its_folder(folder, monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(folder))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(folder))
     assert load("org/name").tokenizer_source == str(folder)

@@ -10,6 +10,7 @@ from torch import nn
 
 from paged_backend.checkpoints.checkpoint import Checkpoint
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.models.tensors import check_missing, tell_unused
 
 _DTYPES = {
     "auto": torch.float32,
@@ -34,18 +35,31 @@ def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None)
     if config is None:
         config = model_class.config_class.from_dict(dict(checkpoint.config))
     state = {name: read() for name, read in checkpoint.tensors.items()}
+    if checkpoint.integers:
+        with torch.device("meta"):
+            own = model_class(config).state_dict()
+        for name, (_, read) in checkpoint.integers.items():
+            if name in own and not own[name].is_floating_point():
+                state[name] = read()
     with _quiet():
         module, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=_DTYPES[dtype], output_loading_info=True
         )
-    for kind, what in (
-        ("missing_keys", "lacks tensor"),
-        ("unexpected_keys", "has no use for tensor"),
-        ("mismatched_keys", "has another shape than its config asks for in tensor"),
-    ):
-        names = sorted(map(str, info[kind]))
-        if names:
-            raise ModelLoadError(f"{checkpoint.path} {what} {names[0]!r} ({model_class.__name__})")
+    integers = {name: kind for name, (kind, _) in checkpoint.integers.items()}
+    check_missing(checkpoint.path, model_class.__name__, sorted(map(str, info["missing_keys"])), integers)
+    for name in sorted(map(str, info["mismatched_keys"])):
+        raise ModelLoadError(
+            f"{checkpoint.path} has another shape than its config asks for in tensor {name!r} ({model_class.__name__})"
+        )
+    left = sorted(map(str, info["unexpected_keys"]))
+    parts = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    for name in left:
+        if name.rpartition(".")[0] in parts:  # a bias, say, of a layer that has none by its config
+            raise ModelLoadError(
+                f"{checkpoint.path} has no use for tensor {name!r} ({model_class.__name__}): its config.json does not "
+                "describe these weights"
+            )
+    tell_unused(checkpoint.path, left)
     return module.eval()
 
 
