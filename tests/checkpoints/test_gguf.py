@@ -354,6 +354,15 @@ def test_frequency_divisors_of_an_unknown_rule_are_kept_as_they_are(tmp_path):
     assert "rope_freqs.weight" not in checkpoint.tensors
 
 
+def test_layers_beyond_the_last_and_classifier_heads_are_left_alone(tmp_path):
+    extras = ["blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight", "cls.weight", "cls.output.bias"]
+    write_minimal(tmp_path / "m.gguf", tensors=[(name, np.ones((4, 8), np.float32)) for name in extras])
+    assert list(load_gguf(tmp_path / "m.gguf").tensors) == ["model.embed_tokens.weight"]
+    write_minimal(tmp_path / "n.gguf", tensors=[("blk.1.nextn.eh_proj.weight", np.ones((4, 8), np.float32))])
+    with pytest.raises(UnsupportedModelError, match=r"blk\.1\.nextn"):
+        load_gguf(tmp_path / "n.gguf")
+
+
 def test_llama3_scaling_is_recognised_from_its_divisors(tmp_path):
     arch, config, model = random_model("llama3")
     write_model(tmp_path / "m.gguf", arch, config, model.state_dict())
