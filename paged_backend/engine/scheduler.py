@@ -170,10 +170,8 @@ class Scheduler:
 
     def _youngest_holder(self, request: Request) -> Request | None:
         """Of those younger than ``request``, the one to take blocks from."""
-        for holders in (
-            self.waiting.holders,
-            self.running,
-        ):  # what waits is not computing: take from it first
+        # what waits is not computing: take from it first
+        for holders in (self.waiting.holders, self.running):
             if holders and holders[-1].order > request.order:
                 return holders[-1]
         return None
@@ -298,7 +296,7 @@ class Scheduler:
 
     def _promote(self, request: Request) -> None:
         """Before everybody else, with all of its samples or beams, which stay side by side in the order."""
-        for other in self.running:
+        for other in list(self.running):
             if other.arrival == request.arrival and other is not request:
                 remove(self.running, other)
                 other.priority = PROMOTED
