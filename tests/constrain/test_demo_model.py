@@ -49,3 +49,32 @@ def test_every_output_is_valid_json_of_its_schema():
         except Exception as error:
             failures.append((name, temperature, text, str(error).splitlines()[0]))
     assert failures == []
+
+
+def test_held_to_json_the_model_still_knows_what_it_read():
+    from paged_backend import LLM, SamplingParams
+
+    names = [
+        "Ann", "Bob", "Carla", "Dave", "Emma", "Fred", "Gina", "Hugo", "Iris", "Jack", "Kate", "Liam", "Mona", "Nick",
+        "Olga", "Paul", "Rita", "Sam", "Tina", "Ugo",
+    ]  # fmt: skip
+    forms = [
+        "{name} is {age} years old. Give a JSON object with keys name and age.",
+        "Extract the person: {name}, aged {age}.",
+        "My friend {name} turned {age} yesterday. Extract name and age as JSON.",
+    ]
+    people = [{"name": name, "age": 3 + 17 * i % 88} for i, name in enumerate(names)]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+    asked = [(form.format(**person), person) for person in people for form in forms]
+    with LLM("demo") as llm:
+        outputs = llm.chat(
+            [[{"role": "user", "content": question}] for question, _ in asked],
+            SamplingParams(temperature=0, max_tokens=60, structured_outputs={"json": schema}),
+            use_tqdm=False,
+        )
+    right = [json.loads(output.outputs[0].text) == person for output, (_, person) in zip(outputs, asked)]
+    assert sum(right) >= 58, f"{sum(right)} of {len(right)}"
