@@ -38,8 +38,10 @@ def structured_runnable(
     if schema is None and method != "json_mode":
         raise ValueError(f"method={method!r} needs a schema; without one use method='json_mode'")
     found, adapter = (None, None) if schema is None else _json_schema(schema)
-    # for tracing, which reads functions in OpenAI's form of whatever schema
-    told = None if found is None else {"name": _name(schema, found), "parameters": found}
+    # for tracing, which reads models of objects, and functions in OpenAI's form of whatever schema
+    told: Any = None if found is None else {"name": _name(schema, found), "parameters": found}
+    if _is_pydantic(schema) and _is_object(found or {}):
+        told = schema
     traced = {"kwargs": {"method": method, "strict": strict}, "schema": told}
     parser: Any
     if method == "function_calling":
