@@ -47,7 +47,7 @@ def steps_of_a_long_prompt(weight: float, length: int, budget: int) -> list[tupl
     scheduler.add(request)
     steps = []
     while request.num_computed < length:
-        ((_, count),) = scheduler.schedule()
+        ((_, count),) = scheduler.schedule().items()
         steps.append((request.num_computed, count))
         request.num_computed += count
         cache.commit(request.table, request.token_ids, request.num_computed)
