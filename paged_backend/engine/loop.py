@@ -170,10 +170,11 @@ class EngineLoop:
                 known = lease.requests.get(name)
                 if known is not None and not known.finished:
                     raise RequestRejectedError(f"request id {name!r} is already in use")
-            self._post(add)
-            for _, state in made:
+            self._check_taking()
+            for _, state in made:  # before the loop hears of them: their first tokens may come at once
                 lease.requests[state.request_id] = state
                 self._states[state] = lease
+            self._inbox.put(add)
 
     def abort(self, state: RequestState) -> None:
         """Stop a request; no effect on one that has ended."""
@@ -210,14 +211,14 @@ class EngineLoop:
                 future.set_exception(error)
 
         with self._lock:
-            self._post(run)
+            self._check_taking()
+            self._inbox.put(run)
         return future.result()
 
-    def _post(self, action: Callable[[], None]) -> None:
-        """Under the lock: whatever is posted is run, in the end by :meth:`_end`."""
+    def _check_taking(self) -> None:
+        """Raise if it is too late. What goes into the inbox under the same lock is run, at last by :meth:`_end`."""
         if self._ended or self._closing:
             raise _closed()
-        self._inbox.put(action)
 
     # --- the loop thread -----------------------------------------------------------------------------------------
 

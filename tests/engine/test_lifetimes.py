@@ -504,3 +504,31 @@ def test_the_child_of_a_fork_opens_an_engine_of_its_own(tiny_model):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_tokens_that_come_before_submit_returns_are_not_lost(monkeypatch):
+    engine = reply_engine(lambda prompt: "one two three four five")
+    with engine:
+        expected = engine.submit(CHAT, SamplingParams(temperature=0, max_tokens=40)).result(20).outputs[0]
+        loop = engine.model.loop
+
+        class Inbox:
+            """The thread that submits is held up, once the loop knows of its request, until there are tokens."""
+
+            def __init__(self, inbox):
+                self.inbox = inbox
+
+            def put(self, action):
+                before = loop.core.num_steps
+                self.inbox.put(action)
+                if threading.current_thread() is threading.main_thread():
+                    wait_until(lambda: loop.core.num_steps >= before + 3 and loop._outbox.empty())
+
+            def __getattr__(self, name):
+                return getattr(self.inbox, name)
+
+        monkeypatch.setattr(loop, "_inbox", Inbox(loop._inbox))
+        loop._inbox.inbox.put(lambda: None)  # the loop waits at the bare queue: let it look again
+        found = engine.submit(CHAT, SamplingParams(temperature=0, max_tokens=40)).wait(20).outputs[0]
+        assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        monkeypatch.undo()
