@@ -82,7 +82,7 @@ def test_a_home_that_cannot_be_written_is_as_good_as_none(nobody, monkeypatch):
 
 
 def test_a_name_is_looked_up_without_a_home(nobody, monkeypatch):
-    from paged_backend.models.loading import resolve_model
+    from paged_backend.checkpoints.resolve import resolve_model
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="not in the local cache"):

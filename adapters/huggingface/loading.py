@@ -39,7 +39,8 @@ ENGINE_OPTIONS = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - {
 
 def from_pretrained(name: str | Path, **options: Any) -> Any:
     """See ``PagedModelForCausalLM.from_pretrained``."""
-    from paged_backend.models.loading import load_checkpoint, resolve_model
+    from paged_backend.checkpoints.loading import load_checkpoint
+    from paged_backend.checkpoints.resolve import resolve_model
     from paged_backend.models.transformers.module import load_module, module_class
 
     engine_options = {key: options.pop(key) for key in list(options) if key in ENGINE_OPTIONS}
@@ -222,8 +223,8 @@ def _locate(name: str, options: dict[str, Any]) -> str:
     if not folder.exists():
         from huggingface_hub import snapshot_download
 
-        from paged_backend.models.loading import _HUB_FILES
+        from paged_backend.checkpoints.resolve import HUB_FILES
 
-        files = [file] if file else [f"{subfolder}/{p}" if subfolder else p for p in _HUB_FILES]
+        files = [file] if file else [f"{subfolder}/{p}" if subfolder else p for p in HUB_FILES]
         folder = Path(snapshot_download(name, allow_patterns=files, **{"cache_dir": hub_cache(), **hub}))
     return str(folder / subfolder / file if file else folder / subfolder)

@@ -263,7 +263,8 @@ def show_run(turn: int, result: RunResult) -> None:
 
 
 def _vocab_size(model: str) -> int:
-    from paged_backend.models.loading import load_checkpoint, resolve_model
+    from paged_backend.checkpoints.loading import load_checkpoint
+    from paged_backend.checkpoints.resolve import resolve_model
 
     return int(load_checkpoint(resolve_model(model)).config["vocab_size"])
 

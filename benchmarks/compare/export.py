@@ -35,7 +35,7 @@ def export(model: str, format_: str, workdir: Path) -> Path:
 
     Raises ExportError, and ModelLoadError for a model that cannot be read.
     """
-    from paged_backend.models.loading import resolve_model
+    from paged_backend.checkpoints.resolve import resolve_model
 
     if format_ not in FORMATS:
         raise ExportError(f"unknown format {format_!r}: choose one of {', '.join(FORMATS)}")
@@ -69,7 +69,7 @@ def _write_folder(source: Path, dtype: str, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from paged_backend.models.loading import load_checkpoint
+    from paged_backend.checkpoints.loading import load_checkpoint
 
     checkpoint = load_checkpoint(source)
     wanted = getattr(torch, dtype)

@@ -31,7 +31,9 @@ logger = logging.getLogger("paged_backend")
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load ``config.model`` and start an engine, which nobody shares but by ``Engine.of``."""
-    from paged_backend.models.loading import build_model, load_checkpoint, resolve_model
+    from paged_backend.checkpoints.loading import load_checkpoint
+    from paged_backend.checkpoints.resolve import resolve_model
+    from paged_backend.models.loading import build_model
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)

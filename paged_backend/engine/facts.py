@@ -34,8 +34,8 @@ class ModelFacts:
 
         Only the config is read, and of a model on the hub only that is fetched.
         """
+        from paged_backend.checkpoints.loading import load_config
         from paged_backend.models.architectures import spec_from_config
-        from paged_backend.models.loading import load_config
 
         found, generation_config = load_config(config.model)
         try:

@@ -21,7 +21,7 @@ def weights_key(config: EngineConfig, formats: MutableMapping[Hashable, str]) ->
     It is made of the files as they are now, the device, the kernels, what activations are kept in and the format of the
     weights. formats: a memory of this function. Raises what loading the model would.
     """
-    from paged_backend.models.loading import resolve_model
+    from paged_backend.checkpoints.resolve import resolve_model
 
     path, kernels = resolve_model(config.model), kernels_for(config)
     files = _signature(path)
@@ -44,8 +44,8 @@ def _signature(path: Path) -> tuple[tuple[str, int, int], ...]:
 
 def _auto_format(path: Path, kernels: Kernels) -> str:
     """What ``dtype="auto"`` means for a model: what the kernels make of its smallest linear."""
+    from paged_backend.checkpoints.loading import load_checkpoint
     from paged_backend.models.architectures import spec_from_config
-    from paged_backend.models.loading import load_checkpoint
 
     checkpoint = load_checkpoint(path, kernels.expand_gguf)
     try:

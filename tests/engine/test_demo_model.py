@@ -55,7 +55,7 @@ def reference():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from paged_backend.checkpoints.gguf import load_gguf
-    from paged_backend.models.loading import resolve_model
+    from paged_backend.checkpoints.resolve import resolve_model
     from paged_backend.text.tokenizer import load_tokenizer
 
     checkpoint = load_gguf(resolve_model("demo"))

@@ -11,10 +11,12 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from paged_backend.checkpoints.loading import load_checkpoint
+from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.reference import ReferenceKernels
-from paged_backend.models.loading import load_checkpoint, load_model, resolve_model
+from paged_backend.models.loading import load_model
 
 SMALL = {
     "vocab_size": 300,
