@@ -85,7 +85,9 @@ def test_hypotheses_and_scores(early: Any, penalty: float, eos: list[int], pair:
         for completion, ids, score in zip(out.outputs, reference.sequences, reference.sequences_scores):
             new = ids[len(prompt) :].tolist()
             assert completion.token_ids == new[: len(completion.token_ids)]
-            assert completion.beam.score == pytest.approx(float(score), abs=1e-4)
+            # the sum of log-probabilities: a negative penalty multiplies rounding like the score itself
+            scale = len(completion.token_ids) ** penalty
+            assert completion.beam.score * scale == pytest.approx(float(score) * scale, abs=1e-4)
             ended = completion.token_ids[-1] in eos
             assert completion.finish_reason == ("stop" if ended else "length")
             assert completion.stop_reason == (completion.token_ids[-1] if ended else None)
