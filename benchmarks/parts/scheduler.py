@@ -99,7 +99,7 @@ class Busy(Instant):
 
 
 def measure_step(running: int, *, waiting: int = 0, steps: int = 200, prompt_tokens: int = 161) -> StepCost:
-    """Cost of decode steps with ``running`` requests in the batch and ``waiting`` more at the door.
+    """Cost of decode steps with ``running`` requests in the batch and ``waiting`` more that wait.
 
     The pool holds what the running ones will need and little more, so those that wait are tried at every step and
     refused.

@@ -159,7 +159,7 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     config = EngineConfig.from_options(model, **options)
     if config.through_triton:
         raise ValueError(
-            "step times calls as the host sees them, which on a GPU return at once: use bench device"
+            "step times calls as the host sees them, which on a GPU return at once: use python -m benchmarks device"
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)

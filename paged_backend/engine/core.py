@@ -78,7 +78,7 @@ class EngineCore:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that the door has let pass."""
+        """Queue a request that is within ``limits``."""
         self._requests.setdefault(request.owner, []).append(request)
         self.scheduler.add(request)
 

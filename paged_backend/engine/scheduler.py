@@ -76,7 +76,7 @@ class Scheduler:
     # --- coming and going ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the pool and the seats (the engine refuses the others at the door)."""
+        """Queue a request that fits the pool and the seats (the others are refused before, see ``limits``)."""
         request.arrival, request.sequence = next(self._arrivals), next(self._sequences)
         request.table = self.cache.open(request.token_ids, request.namespace, owner=request)
         self.waiting.add(request)

@@ -43,7 +43,7 @@ class LoadedModel:
 def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     """Load ``config.model`` for ``kernels``.
 
-    What has no native implementation runs through its transformers module (see ``transformers_model``) if it comes
+    What has no native implementation runs through its transformers module (see ``models.transformers``) if it comes
     as safetensors. Raises ModelLoadError naming the file, tensor or setting (UnsupportedModelError if it has no
     implementation), and ValueError for a weight dtype the kernels do not have.
     """

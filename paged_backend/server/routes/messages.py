@@ -26,7 +26,7 @@ from paged_backend.server.wire.anthropic import (
 from paged_backend.server.wire.message_events import MessageBuilder, message_id
 from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.sampling import to_params
-from paged_backend.server.wire.schema import body_of, read_body
+from paged_backend.server.wire.schema import body_of, read_body, refuse_given
 from paged_backend.server.wire.sse import event
 from paged_backend.toolcalls import reasoning_parser_for
 
@@ -43,9 +43,7 @@ async def create_message(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, MessagesRequest)
     serving.check_model(body.model)
-    for name in _NOT_HERE:
-        if getattr(body, name) is not None:
-            raise bad(name, "is not supported by this route", "unsupported_parameter")
+    refuse_given(body, _NOT_HERE)
     answer = await unless_gone(serving, request, _open(serving, body))
     request.state.job = answer.job  # for the log
     if body.stream:

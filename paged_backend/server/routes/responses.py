@@ -23,7 +23,7 @@ from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.response_events import ResponseBuilder
 from paged_backend.server.wire.response_items import bad, chat_messages, input_items, without_oldest_turns
 from paged_backend.server.wire.sampling import to_params
-from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body
+from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body, refuse_given
 from paged_backend.server.wire.sse import json_text
 from paged_backend.toolcalls import ChatCall, reasoning_options, reasoning_parser_for, response_outputs
 
@@ -41,9 +41,7 @@ async def create_response(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, ResponsesRequest)
     serving.check_model(body.model)
-    for name in _NOT_HERE:
-        if getattr(body, name) is not None:
-            raise bad(name, "is not supported by this route", "unsupported_parameter")
+    refuse_given(body, _NOT_HERE)
     answer = await unless_gone(serving, request, _open(serving, body))
     request.state.job = answer.job  # for the log
     if body.stream:

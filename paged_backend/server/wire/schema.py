@@ -5,7 +5,7 @@ Names and defaults are OpenAI's, those of extensions vLLM's. ``null`` means "not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
@@ -249,6 +249,15 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
     refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def refuse_given(body: BaseModel, names: Sequence[str]) -> None:
+    """Raise :class:`ApiError` 400 for the first of these fields that was given: its route cannot honour it."""
+    for name in names:
+        if getattr(body, name) is not None:
+            raise ApiError(
+                400, f"{name} is not supported by this route", param=name, code="unsupported_parameter"
+            )
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
