@@ -16,13 +16,13 @@ from paged_backend.server.wire.anthropic import (
     MessagesRequest,
     Prompt,
     answer_form,
-    bad,
     chat_messages,
     chat_tool_choice,
     chat_tools,
     error_body,
     template_variables,
 )
+from paged_backend.server.wire.errors import bad
 from paged_backend.server.wire.message_events import MessageBuilder, message_id
 from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.sampling import to_params

@@ -18,10 +18,10 @@ from paged_backend.server.routes.answers import EventStream, json_answer, unless
 from paged_backend.server.routes.prompts import open_chat
 from paged_backend.server.routes.serving import Serving, serving_of
 from paged_backend.server.store import StoredResponse, UnknownResponseError
-from paged_backend.server.wire.errors import ApiError
+from paged_backend.server.wire.errors import ApiError, bad
 from paged_backend.server.wire.replies import Reply
 from paged_backend.server.wire.response_events import ResponseBuilder
-from paged_backend.server.wire.response_items import bad, chat_messages, input_items, without_oldest_turns
+from paged_backend.server.wire.response_items import chat_messages, input_items, without_oldest_turns
 from paged_backend.server.wire.sampling import to_params
 from paged_backend.server.wire.schema import ResponsesRequest, body_of, read_body, refuse_given
 from paged_backend.server.wire.sse import json_text

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from paged_backend.neutral import Neutral
 from paged_backend.server.wire import neutral_fields
-from paged_backend.server.wire.errors import ApiError
+from paged_backend.server.wire.errors import ApiError, bad
 from paged_backend.server.wire.schema import MAX_ID, Body, Sampling
 from paged_backend.tokenization import ChatTokenizer
 from paged_backend.toolcalls import reasoning_options
@@ -258,7 +258,3 @@ def template_variables(body: Prompt, tokenizer: ChatTokenizer) -> dict[str, Any]
         **reasoning_options(tokenizer, None, effort, "output_config.effort"),
         **(body.chat_template_kwargs or {}),
     }
-
-
-def bad(place: str, problem: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, f"{place} {problem}", param=place, code=code)

@@ -87,3 +87,8 @@ def named_field(message: str) -> str | None:
     """The field that a message begins with, as in ``top_p must be in (0, 1]`` or ``messages.2.content is missing``."""
     found = re.match(r"([a-z_]+)(\.\d+[a-z_.]*)?", message)
     return found[0] if found is not None and found[1] in _FIELDS else None
+
+
+def bad(place: str, problem: str, code: str = "invalid_value") -> ApiError:
+    """A 400 that begins with the field it is about."""
+    return ApiError(400, f"{place} {problem}", param=place, code=code)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.server.wire.errors import ApiError
+from paged_backend.server.wire.errors import bad
 
 _IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -107,7 +107,3 @@ def without_oldest_turns(messages: Sequence[Mapping[str, Any]]) -> list[list[Map
         ]
         for start in starts[1:]
     ]
-
-
-def bad(param: str, problem: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, f"{param} {problem}", param=param, code=code)

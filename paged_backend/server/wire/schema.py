@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from paged_backend.neutral import Neutral, refusal
 from paged_backend.server.wire import neutral_fields
-from paged_backend.server.wire.errors import ApiError
+from paged_backend.server.wire.errors import ApiError, bad
 
 Model = TypeVar("Model", bound="Body")
 SEED_LIMIT = 1 << 63
@@ -255,9 +255,7 @@ def refuse_given(body: BaseModel, names: Sequence[str]) -> None:
     """Raise :class:`ApiError` 400 for the first of these fields that was given: its route cannot honour it."""
     for name in names:
         if getattr(body, name) is not None:
-            raise ApiError(
-                400, f"{name} is not supported by this route", param=name, code="unsupported_parameter"
-            )
+            raise bad(name, "is not supported by this route", "unsupported_parameter")
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
