@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from paged_backend.engine.factory import start_engine
 from paged_backend.engine.registry import get_engine
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.folders import hub_cache
+from paged_backend.kernels.tensor import as_array
 
 logger = logging.getLogger("paged_backend")
 
@@ -146,13 +148,14 @@ def _engine_of(module: Any, base: type, options: Mapping[str, Any], weights: str
 
 
 def _in_memory(module: Any, base: type) -> Checkpoint:
-    """A module's weights as a checkpoint; nothing is copied."""
+    """A module's weights as a checkpoint; on the CPU nothing is copied."""
+
     config = json.loads(module.config.to_json_string(use_diff=False))
     config["architectures"] = [base.__name__]
-    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    state = dict(module.state_dict())
     return Checkpoint(
         config=config,
-        tensors={name: (lambda tensor=tensor: tensor) for name, tensor in state.items()},
+        tensors={name: partial(as_array, tensor) for name, tensor in state.items()},
         shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
         generation_config={},
         path=Path(f"<{base.__name__} in memory>"),

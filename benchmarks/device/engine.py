@@ -20,6 +20,8 @@ import torch
 
 from benchmarks.device.report import Report
 from paged_backend.config import EngineConfig
+from paged_backend.kernels.array import Array
+from paged_backend.kernels.tensor import as_array
 
 LLAMA_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -214,8 +216,10 @@ def random_checkpoint(config: Mapping[str, Any], device: torch.device) -> Any:
 
     generator = torch.Generator(device).manual_seed(0)
 
-    def make(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+    def make(shape: tuple[int, ...]) -> Array:
+        return as_array(
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+        )
 
     shapes = expected_shapes(spec_from_config(config))
     return Checkpoint(

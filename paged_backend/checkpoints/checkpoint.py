@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from paged_backend.kernels.array import Array
 
-TensorSource = Callable[[], Tensor]
+TensorSource = Callable[[], Array]
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Checkpoint:
 
     config: the content of Hugging Face's ``config.json`` (``architectures``, ``hidden_size``, ...).
     tensors: Hugging Face tensor name (``model.embed_tokens.weight``, ``lm_head.weight``,
-        ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew: a
-        safetensors reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Any float
-        dtype; linears are [out, in] as torch has them, query and key rows in Hugging Face's "rotate half"
-        order. A tied model may leave ``lm_head.weight`` out.
+        ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew: a safetensors
+        reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Arrays of any float dtype
+        (``kernels.array`` has bfloat16); linears are [out, in] as torch has them, query and key rows in Hugging Face's
+        "rotate half" order. A tied model may leave ``lm_head.weight`` out.
     shapes: tensor name -> shape, known without reading the tensor.
     generation_config: the content of ``generation_config.json``, {} if there is none.
     path: the folder or file the model came from, for messages and as registry key.

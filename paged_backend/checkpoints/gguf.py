@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.gguf_config import build_config, build_generation_config
 from paged_backend.checkpoints.gguf_metadata import GGUFFile, TensorInfo, demo_path, open_parts
 from paged_backend.checkpoints.gguf_quants import Expand, dequantize
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.kernels.array import BFLOAT16, Array, float32
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ _NOT_WEIGHTS = re.compile(
 _ANY_LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP = re.compile(r"(\w+)\.(weight|bias)")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 _DEMO_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 """What the model card of SmolLM2-135M-Instruct samples with; at temperature 1 so small a model writes gibberish."""
 
@@ -117,20 +116,20 @@ class GGUFTensors(Mapping[str, TensorSource]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, (_, info) in self._entries.items()}
 
-    def _read(self, name: str, file: GGUFFile, info: TensorInfo) -> Tensor:
+    def _read(self, name: str, file: GGUFFile, info: TensorInfo) -> Array:
         raw = file.raw(info.name)
         if self._interleaved and (heads := self._rotary_heads(name)):
             raw = _halves(raw, heads, info, file)
         if info.type.name in _DTYPES:
-            tensor = torch.from_numpy(raw).view(_DTYPES[info.type.name])
+            tensor = raw.view(_DTYPES[info.type.name])
         else:
             try:
-                tensor = torch.from_numpy(dequantize(raw, info.type, self._expand))
+                tensor = dequantize(raw, info.type, self._expand)
             except ModelLoadError as error:
                 raise ModelLoadError(f"{file.path}: tensor {info.name!r}: {error}") from error
         if self._norm_plus_one and name.endswith("norm.weight"):
-            tensor = tensor.float() - 1
-        return tensor.view(info.shape)
+            tensor = float32(tensor) - np.float32(1)
+        return tensor.reshape(info.shape)
 
     def _rotary_heads(self, name: str) -> int:
         if ".q_proj." in name:

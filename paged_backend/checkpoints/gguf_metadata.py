@@ -20,6 +20,7 @@ from typing import Any, overload
 import numpy as np
 
 from paged_backend.checkpoints.gguf_quants import GGML_TYPES, GGMLType
+from paged_backend.checkpoints.mapped_file import map_file
 from paged_backend.errors import ModelLoadError
 
 _U32 = struct.Struct("<I").unpack_from
@@ -217,14 +218,8 @@ class GGUFFile:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """The file as a private mapping: writable, because torch warns about read-only memory."""
     try:
-        with path.open("rb") as file:
-            try:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError:
-                # a system that counts private mappings refuses one larger than its memory
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return map_file(path)
     except FileNotFoundError:
         raise ModelLoadError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
+from paged_backend.checkpoints.mapped_file import map_file
 from paged_backend.errors import ModelLoadError
+from paged_backend.kernels.array import BFLOAT16, Array
+
+_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}  # fmt: skip
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -80,25 +95,74 @@ def _map_shard(
     integers: dict[str, tuple[str, TensorSource]],
 ) -> None:
     """Add the tensors of one memory-mapped file, those that are no floats to ``integers``; only its header is read."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        mapped: Any = safe_open(file, framework="pt")
-        names = list(mapped.keys())
-    except (SafetensorError, OSError, ValueError) as error:
+        buffer = map_file(file)
+        entries = _directory(buffer)
+    except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file} is damaged or cut short ({error}): download it again") from error
     for name in promised:
-        if name not in names:
+        if name not in entries:
             raise ModelLoadError(
                 f"{file.parent / INDEX} places tensor {name!r} in {file.name!r}, which does not have it"
             )
-    for name in names:
-        view = mapped.get_slice(name)
-        if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            integers[name] = view.get_dtype(), partial(mapped.get_tensor, name)
-            continue
-        sources[name] = partial(mapped.get_tensor, name)
-        shapes[name] = tuple(view.get_shape())
+    for name, entry in entries.items():
+        if entry.dtype in _FLOATS:
+            sources[name], shapes[name] = partial(_read, buffer, entry), entry.shape
+        else:
+            integers[name] = entry.dtype, partial(_read, buffer, entry)
+
+
+class _Entry(NamedTuple):
+    """A tensor in the header. dtype: the format's name of it. start, stop: bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _directory(buffer: mmap.mmap) -> dict[str, _Entry]:
+    """The header: eight bytes of length, then JSON: name -> dtype, shape and place among the bytes that follow.
+
+    Raises ValueError unless every tensor lies within the file, has the size that its shape asks for, and shares no byte
+    with another.
+    """
+    first = 8 + int.from_bytes(buffer[:8], "little")
+    if first > min(len(buffer), _LONGEST_HEADER):
+        raise ValueError(f"its header would end at byte {first} of {len(buffer)}")
+    header = json.loads(buffer[8:first].decode("utf-8"))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries: dict[str, _Entry] = {}
+    for name, told in header.items():
+        try:
+            dtype, shape, (start, stop) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from error
+        if not whole or not start <= stop <= len(buffer) - first:
+            raise ValueError(f"tensor {name!r} lies outside of the file")
+        if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
+            raise ValueError(f"tensor {name!r} of {dtype} {list(shape)} has {stop - start} bytes")
+        entries[name] = _Entry(dtype, shape, first + start, first + stop)
+    end, last = first, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < end:
+            raise ValueError(f"tensors {last!r} and {name!r} overlap")
+        end, last = entry.stop, name
+    return entries
+
+
+def _read(buffer: mmap.mmap, entry: _Entry) -> Array:
+    """A view of the mapped file; a copy where the file does not align it. What has no dtype here comes as uint8."""
+    dtype = _DTYPES.get(entry.dtype)
+    raw = np.frombuffer(buffer, np.uint8, entry.stop - entry.start, entry.start)
+    if dtype is None:
+        return raw
+    if raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    return raw.view(dtype).reshape(entry.shape)
 
 
 def _read_json(file: Path, missing: str) -> dict[str, Any]:

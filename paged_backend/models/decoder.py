@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paged_backend.checkpoints.checkpoint import TensorSource
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.tensor import as_tensor
 from paged_backend.models.rope import RotaryEmbedding
 from paged_backend.models.spec import DecoderSpec
 
@@ -154,19 +155,22 @@ class _Packer:
     kernels: Kernels
     dtype: str
 
+    def read(self, name: str) -> Tensor:
+        return as_tensor(self.weights[name]())
+
     def table(self, name: str) -> PackedLinear:
         # 4 bits cost the head and the embedding too much; they stay at 8
         return self.kernels.pack_linear(
-            [self.weights[name]()], None, "int8" if self.dtype == "int4" else self.dtype
+            [self.read(name)], None, "int8" if self.dtype == "int4" else self.dtype
         )
 
     def norm(self, name: str) -> Tensor:
-        weight = self.weights[name]().to(self.kernels.device, torch.float32, copy=True)
+        weight = self.read(name).to(self.kernels.device, torch.float32, copy=True)
         return weight + 1.0 if self.spec.norm_plus_one else weight
 
     def linear(self, names: Sequence[str], bias: bool) -> PackedLinear:
-        weights = [self.weights[f"{name}.weight"]() for name in names]
-        biases = [self.weights[f"{name}.bias"]() for name in names] if bias else None
+        weights = [self.read(f"{name}.weight") for name in names]
+        biases = [self.read(f"{name}.bias") for name in names] if bias else None
         return self.kernels.pack_linear(weights, biases, self.dtype)
 
     def layer(self, index: int) -> _Layer:

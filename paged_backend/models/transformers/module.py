@@ -10,6 +10,7 @@ from torch import nn
 
 from paged_backend.checkpoints.checkpoint import Checkpoint
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.kernels.tensor import as_tensor
 from paged_backend.models.tensors import check_missing, tell_unused
 
 _DTYPES = {
@@ -34,13 +35,13 @@ def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None)
     model_class = module_class(checkpoint)
     if config is None:
         config = model_class.config_class.from_dict(dict(checkpoint.config))
-    state = {name: read() for name, read in checkpoint.tensors.items()}
+    state = {name: as_tensor(read()) for name, read in checkpoint.tensors.items()}
     if checkpoint.integers:
         with torch.device("meta"):
             own = model_class(config).state_dict()
         for name, (_, read) in checkpoint.integers.items():
             if name in own and not own[name].is_floating_point():
-                state[name] = read()
+                state[name] = as_tensor(read())
     with _quiet():
         module, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=_DTYPES[dtype], output_loading_info=True

@@ -1,0 +1,52 @@
+"""Array: what weights and activations are on the CPU, a numpy array; and bfloat16, which numpy does not have.
+
+A bfloat16 array is one of 16-bit numbers whose dtype says what they are: :data:`BFLOAT16`, a structure of one field. It
+is sliced, reshaped, copied and mapped from a file like any other; numpy refuses to calculate with it, so that nobody
+takes its bits for numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+"""The upper half of a float32: sign, 8 bits of exponent, 7 of mantissa."""
+
+
+def is_float(array: Array) -> bool:
+    """Whether its values are floating point numbers, bfloat16 among them."""
+    return array.dtype.kind == "f" or array.dtype == BFLOAT16
+
+
+def dtype_name(array: Array) -> str:
+    """``float32``, ``bfloat16``, ``int64``, ..."""
+    return "bfloat16" if array.dtype == BFLOAT16 else array.dtype.name
+
+
+def float32(array: Array) -> Array:
+    """The values as float32, which loses nothing of bfloat16 and float16; the array itself if it has that dtype."""
+    if array.dtype != BFLOAT16:
+        return array.astype(np.float32, copy=False)
+    wide = array.view("<u2").astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def bfloat16(array: Array) -> Array:
+    """The values as bfloat16, rounded to nearest even; a NaN stays one."""
+    if array.dtype == BFLOAT16:
+        return array
+    values = np.ascontiguousarray(array, np.float32)
+    bits = values.view(np.uint32)
+    rounded = bits + (0x7FFF + (bits >> 16 & 1))  # may wrap for a NaN, which is replaced
+    short = np.where(np.isnan(values), bits >> 16 | 0x40, rounded >> 16)
+    return short.astype("<u2").view(BFLOAT16)
+
+
+def equal(a: Array, b: Array) -> bool:
+    """Whether shapes and values are the same, whatever the dtypes; NaN differs from itself."""
+    return a.shape == b.shape and bool((float32(a) == float32(b)).all())

@@ -1,0 +1,19 @@
+"""A file as memory: pages are read when they are looked at, and shared with whoever else maps them."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The whole file as a private mapping, writable (writes never reach the disk) where the system allows that.
+
+    Raises OSError, or ValueError for an empty file.
+    """
+    with path.open("rb") as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError:
+            # a system that counts private mappings refuses one larger than its memory
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
