@@ -17,6 +17,10 @@ BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 """The upper half of a float32: sign, 8 bits of exponent, 7 of mantissa."""
 
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the name of its dtype: of those that activations, keys and values may have."""
+
+
 def is_float(array: Array) -> bool:
     """Whether its values are floating point numbers, bfloat16 among them."""
     return array.dtype.kind == "f" or array.dtype == BFLOAT16

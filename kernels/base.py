@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.pages import reserve
+from paged_backend.kernels.tensor import tensor_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,13 @@ class Kernels(ABC):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
     ) -> list[LayerCache]:
-        """KV cache of a model. Memory is reserved only; the operating system commits a page when it is written."""
+        """KV cache of a model, of dtype ``float32`` or ``bfloat16``.
+
+        Memory is reserved only; the operating system commits a page when it is written.
+        """
         keys = (num_blocks, num_kv_heads, head_dim, block_size)
         values = (num_blocks, num_kv_heads, block_size, head_dim)
-        return [LayerCache(reserve(keys, dtype), reserve(values, dtype)) for _ in range(num_layers)]
+        kept = tensor_dtype(dtype)
+        return [LayerCache(reserve(keys, kept), reserve(values, kept)) for _ in range(num_layers)]

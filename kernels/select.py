@@ -18,8 +18,8 @@ def select_kernels(
     """``auto``: what suits the device; ``c``, ``reference`` or ``triton``: that one or an error.
 
     On the CPU ``auto`` is C if it can be built, else the torch reference with a warning. threads: compute threads of
-    the C kernels; None takes torch's number. dtype: of the activations of the Triton kernels; the others have float32.
-    matmul_precision: see ``CpuKernels``; the other kernels have nothing faster and stay at ``highest``.
+    the C kernels; None takes ``cores.default_threads``. dtype: of the activations of the Triton kernels; the others
+    have float32. matmul_precision: see ``CpuKernels``; the other kernels have nothing faster and stay at ``highest``.
     Raises BackendUnavailableError naming the fix where the device, Triton or (for ``c``) a compiler is missing.
     """
     if device != "cpu" or name == "triton":

@@ -8,6 +8,19 @@ import torch
 from paged_backend.kernels.array import BFLOAT16, Array
 
 
+def tensor_dtype(name: str) -> torch.dtype:
+    """``bfloat16`` -> ``torch.bfloat16``. Raises ValueError for a name that is no dtype of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+def tensor_dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def as_tensor(array: Array) -> torch.Tensor:
     """The same memory as a tensor on the CPU. Writing to it is for those who own the array."""
     if array.dtype == BFLOAT16:

@@ -34,7 +34,7 @@ class EngineConfig:
     max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step; None takes 512, on a GPU
         2048, which such a card needs to be busy.
     enable_prefix_caching: share KV of equal prompt prefixes.
-    threads: compute threads; None takes torch's default.
+    threads: compute threads; None takes ``OMP_NUM_THREADS``, else one for each physical core.
     seed: makes unseeded requests reproducible; None draws fresh entropy.
     trust_remote_code: never honoured here (code from a checkpoint is not run); True raises.
     """

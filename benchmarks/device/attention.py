@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.device.report import Report
 from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.tensor import tensor_dtype_name
 from paged_backend.kernels.triton.backend import TritonKernels
 
 _HEADS, _GROUPS, _DIM, _BLOCK = 32, 8, 128, 16  # of Llama-3 8B
@@ -76,7 +77,7 @@ def time_attention(
     per_sequence = -(-context // _BLOCK)
     blocks = batch * per_sequence + 1
     count = -(-cold // (2 * blocks * _GROUPS * _DIM * _BLOCK * kernels.dtype.itemsize))
-    caches = kernels.empty_cache(count, blocks, _GROUPS, _DIM, _BLOCK, kernels.dtype)
+    caches = kernels.empty_cache(count, blocks, _GROUPS, _DIM, _BLOCK, tensor_dtype_name(kernels.dtype))
     generator = torch.Generator(device).manual_seed(0)
     for cache in caches:
         cache.key.normal_(generator=generator)

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.device.draws import draws, penalised
 from benchmarks.device.report import Report, one_line, still_works
 from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.tensor import tensor_dtype_name
 from paged_backend.kernels.triton.backend import TritonKernels
 
 _BOUND = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float64: 1e-5}
@@ -229,7 +230,7 @@ def _rotary(
 
 
 def _poisoned(kernels: TritonKernels, blocks: int, groups: int, dim: int) -> LayerCache:
-    cache = kernels.empty_cache(1, blocks, groups, dim, 16, kernels.dtype)[0]
+    cache = kernels.empty_cache(1, blocks, groups, dim, 16, tensor_dtype_name(kernels.dtype))[0]
     cache.key.fill_(float("nan"))
     cache.value.fill_(float("nan"))
     return cache

@@ -170,7 +170,7 @@ def _marked_engine(model: str, options: dict[str, Any], marks: Marks) -> Any:
     for name in _OPERATIONS:
         setattr(kernels, name, marks.wrap("kernel calls", getattr(kernels, name)))
     size, window = config.block_size, sliding_window(loaded.spec)
-    kv_dtype = getattr(torch, config.stored_kv_dtype)
+    kv_dtype = config.stored_kv_dtype
     block_bytes = ModelRunner.block_bytes(loaded.spec, size, kv_dtype)
     blocks = config.num_blocks or pool_blocks(config, loaded.spec, loaded.max_model_len, block_bytes)
     runner: Any = ModelRunner(loaded.decoder, kernels, blocks, size, kv_dtype)

@@ -20,7 +20,8 @@ from torch import Tensor
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
-from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build, usable_cores
+from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
+from paged_backend.kernels.cpu.cores import default_threads, usable_cores
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -90,7 +91,7 @@ class AttentionPlan:
 class CpuKernels(Kernels):
     """C kernels for this machine's instruction set.
 
-    threads: None takes torch's number; never more than cores. matmul_precision: of activations that are multiplied
+    threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations that are multiplied
     with bf16 weights on a matrix unit (AMX), in torch's words: ``highest`` is fp32 (three bf16 numbers for each),
     ``high`` 16 bits (two), ``medium`` bf16. What is not computed there is as precise as ``highest``.
     """
@@ -110,7 +111,7 @@ class CpuKernels(Kernels):
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
         self._arena = Arena()
-        self.threads = min(threads or torch.get_num_threads(), usable_cores())
+        self.threads = min(threads or default_threads(), usable_cores())
 
     def pack_linear(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
@@ -343,7 +344,7 @@ class CpuKernels(Kernels):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
     ) -> list[LayerCache]:
         caches = super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
         return [check.CheckedCache(c.key, c.value, check.cache_layout(c)) for c in caches]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from paged_backend.errors import BackendUnavailableError
 from paged_backend.folders import user_cache
+from paged_backend.kernels.cpu.cores import usable_cores
 
 try:
     import fcntl
@@ -235,13 +236,6 @@ def _run_one(command: list[str]) -> None:
             f"`{command[0]}` failed ({source}, exit status {done.returncode}); install or set CC to a working C "
             f"compiler{detail}"
         )
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _unwritable(folder: Path, error: OSError) -> KernelBuildError:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import row_linear
+from paged_backend.kernels.tensor import tensor_dtype
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
@@ -190,13 +191,14 @@ class TritonKernels(Kernels):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
     ) -> list[LayerCache]:
         """KV cache on the device; nothing in it is initialised."""
         keys = (num_blocks, num_kv_heads, head_dim, block_size)
         values = (num_blocks, num_kv_heads, block_size, head_dim)
+        kept = tensor_dtype(dtype)
         return [
-            LayerCache(*(torch.empty(shape, dtype=dtype, device=self.device) for shape in (keys, values)))
+            LayerCache(*(torch.empty(shape, dtype=kept, device=self.device) for shape in (keys, values)))
             for _ in range(num_layers)
         ]
 

@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.chunking import chunk_cost
 from paged_backend.engine.core import EngineCore
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.scheduler import Scheduler
+from paged_backend.kernels.array import ITEMSIZE
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
@@ -35,8 +34,6 @@ def build_engine(config: EngineConfig) -> Engine:
     from paged_backend.checkpoints.resolve import resolve_model
     from paged_backend.models.loading import build_model
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     kernels = kernels_for(config)
     checkpoint = load_checkpoint(resolve_model(config.model), kernels.expand_gguf)
     with ThreadPoolExecutor(1, "paged_backend-tokenizer") as beside:  # weights are packed in C meanwhile
@@ -58,8 +55,7 @@ def start_engine(
     config: EngineConfig, kernels: Kernels, model: LoadedModel, tokenizer: ChatTokenizer | None
 ) -> Engine:
     """An engine over a model that is loaded already. tokenizer: may be None; prompts must be token ids then."""
-    kv_dtype = getattr(torch, config.stored_kv_dtype)
-    block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, kv_dtype)
+    block_bytes = ModelRunner.block_bytes(model.spec, config.block_size, config.stored_kv_dtype)
     num_blocks = config.num_blocks or pool_blocks(config, model.spec, model.max_model_len, block_bytes)
     runner = make_runner(config, kernels, model, num_blocks)
     cache = CacheManager(
@@ -88,7 +84,7 @@ def start_engine(
 
 def make_runner(config: EngineConfig, kernels: Kernels, model: LoadedModel, num_blocks: int) -> Runner:
     """The runner for the device of ``config``."""
-    kv_dtype = getattr(torch, config.stored_kv_dtype)
+    kv_dtype = config.stored_kv_dtype
     if not config.through_triton:
         return ModelRunner(model.decoder, kernels, num_blocks, config.block_size, kv_dtype)
     from paged_backend.kernels.triton.backend import TritonKernels
@@ -142,8 +138,7 @@ def pool_blocks(config: EngineConfig, spec: DecoderSpec, max_model_len: int, blo
     if memory is None and config.device != "cpu":
         from paged_backend.runner.device_memory import free_device_memory, step_memory
 
-        itemsize = getattr(torch, config.activation_dtype).itemsize
-        step = step_memory(spec, config.token_budget, config.max_num_seqs, itemsize)
+        step = step_memory(spec, config.token_budget, config.max_num_seqs, ITEMSIZE[config.activation_dtype])
         memory = free_device_memory(config.device, step)
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paged_backend.cache.manager import CacheManager
 from paged_backend.config import EngineConfig
 from paged_backend.engine.engine import Engine
@@ -46,8 +44,7 @@ class ModelFacts:
         context = config.max_model_len or spec.max_position
         if config.device != "cpu" and config.num_blocks is None and config.kv_cache_memory is None:
             return cls(context, generation_config)
-        kv_dtype = getattr(torch, config.stored_kv_dtype)
-        block_bytes = ModelRunner.block_bytes(spec, config.block_size, kv_dtype)
+        block_bytes = ModelRunner.block_bytes(spec, config.block_size, config.stored_kv_dtype)
         blocks = config.num_blocks or pool_blocks(config, spec, context, block_bytes)
         cache = CacheManager(blocks, config.block_size, sliding_window(spec))
         limits = RequestLimits(cache, spec.vocab_size, context, config.token_budget, config.max_num_seqs)

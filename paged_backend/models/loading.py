@@ -69,10 +69,14 @@ def build_model(
 def _through_transformers(
     config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, refusal: UnsupportedModelError
 ) -> LoadedModel:
+    import torch
+
     from paged_backend.models.transformers.module import load_module
 
     try:
         dtype = config.activation_dtype if config.through_triton else config.dtype
+        if config.threads is not None:  # which of torch's products, whoever asks for them, is process-wide
+            torch.set_num_threads(config.threads)
         module = load_module(checkpoint, config.quantization or dtype)
         return module_model(config, kernels, checkpoint, module.to(kernels.device))
     except UnsupportedModelError as second:

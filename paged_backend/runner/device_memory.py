@@ -55,9 +55,7 @@ def step_memory(spec: DecoderSpec, tokens: int, rows: int, itemsize: int) -> int
 class GrowingCache:
     """``caches`` of a model, one per layer, with room for ``held`` of at most ``limit`` blocks."""
 
-    def __init__(
-        self, kernels: Kernels, spec: DecoderSpec, limit: int, block_size: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kernels: Kernels, spec: DecoderSpec, limit: int, block_size: int, dtype: str) -> None:
         self.limit = limit
         self.held = min(limit, max(_FIRST_BLOCKS, limit // _FIRST_SHARE))
         self.caches = kernels.empty_cache(

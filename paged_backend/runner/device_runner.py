@@ -58,7 +58,7 @@ class DeviceRunner(Runner):
         kernels: TritonKernels,
         num_blocks: int,
         block_size: int,
-        kv_dtype: torch.dtype,
+        kv_dtype: str,
         max_num_seqs: int,
         max_model_len: int,
         capture: Capture | None = None,

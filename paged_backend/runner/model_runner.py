@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.batch import Batch
+from paged_backend.kernels.array import ITEMSIZE
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
@@ -42,7 +43,7 @@ class ModelRunner(Runner):
         kernels: Kernels,
         num_blocks: int,
         block_size: int,
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: str = "float32",
     ) -> None:
         spec = model.spec
         self.model = model
@@ -55,9 +56,9 @@ class ModelRunner(Runner):
         self.sampler = Sampler()
 
     @staticmethod
-    def block_bytes(spec: DecoderSpec, block_size: int, kv_dtype: torch.dtype = torch.float32) -> int:
+    def block_bytes(spec: DecoderSpec, block_size: int, kv_dtype: str = "float32") -> int:
         """Bytes of one block's keys and values over all layers."""
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * kv_dtype.itemsize
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * ITEMSIZE[kv_dtype]
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:

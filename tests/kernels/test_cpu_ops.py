@@ -128,8 +128,8 @@ def test_rotary_and_cache(
     assert cache.value.isnan().sum() == cache.value.numel() - tokens * kv_heads * dim
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copy_blocks_copies_every_layer(kernels: CpuKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copy_blocks_copies_every_layer(kernels: CpuKernels, dtype: str) -> None:
     caches = kernels.empty_cache(3, 6, 2, 8, 16, dtype)
     for cache in caches:
         cache.key.normal_(), cache.value.normal_()

@@ -250,7 +250,7 @@ def test_empty_cache_has_the_layout_of_the_contract(kernels):
     caches = kernels.empty_cache(3, 7, 2, 8, 16)
     assert len(caches) == 3
     assert {t.dtype for t in (caches[0].key, caches[0].value)} == {torch.float32}
-    assert kernels.empty_cache(1, 2, 2, 8, 16, torch.bfloat16)[0].value.dtype == torch.bfloat16
+    assert kernels.empty_cache(1, 2, 2, 8, 16, "bfloat16")[0].value.dtype == torch.bfloat16
     assert caches[0].key.shape == (7, 2, 8, 16)
     assert caches[0].value.shape == (7, 2, 16, 8)
     assert caches[0].block_size == 16

@@ -111,7 +111,7 @@ def test_heads_that_are_not_contiguous_are_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_blocks_copies_every_layer_and_nothing_else(dtype: str) -> None:
     kernels = TritonKernels("cpu", dtype)
-    caches = kernels.empty_cache(3, 6, 2, 40, 16, DTYPES[dtype])
+    caches = kernels.empty_cache(3, 6, 2, 40, 16, dtype)
     for cache in caches:
         cache.key.normal_(), cache.value.normal_()
     before = [(c.key.clone(), c.value.clone()) for c in caches]
@@ -126,4 +126,4 @@ def test_copy_blocks_copies_every_layer_and_nothing_else(dtype: str) -> None:
 def test_blocks_of_odd_sizes_are_refused() -> None:
     kernels = TritonKernels("cpu", "bfloat16")
     with pytest.raises(ValueError, match="4 bytes"):
-        kernels.copy_blocks(kernels.empty_cache(1, 3, 1, 5, 1, torch.bfloat16), [(1, 2)])
+        kernels.copy_blocks(kernels.empty_cache(1, 3, 1, 5, 1, "bfloat16"), [(1, 2)])

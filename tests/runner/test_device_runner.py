@@ -85,9 +85,9 @@ def decode(token: int, start: int, blocks: list[int], one: SampleRow) -> Schedul
 
 def device_runner(capture: Any = None, num_blocks: int = 20, held: int | None = None) -> DeviceRunner:
     kernels = TritonKernels("cpu", "float32")
-    runner = DeviceRunner(Echo(kernels), kernels, num_blocks, 4, torch.float32, 16, 64, capture)
+    runner = DeviceRunner(Echo(kernels), kernels, num_blocks, 4, "float32", 16, 64, capture)
     if held is not None:
-        runner.memory = GrowingCache(kernels, SPEC, num_blocks, 4, torch.float32)
+        runner.memory = GrowingCache(kernels, SPEC, num_blocks, 4, "float32")
         runner.memory.held = held
         runner.memory.caches = kernels.empty_cache(1, held, 1, 8, 4)
     return runner
@@ -338,7 +338,7 @@ def test_copies_grow_the_pool_too() -> None:
 
 
 def test_a_growing_cache_keeps_what_it_holds_and_knows_its_limit() -> None:
-    cache = GrowingCache(TritonKernels("cpu", "float32"), SPEC, 1000, 4, torch.float32)
+    cache = GrowingCache(TritonKernels("cpu", "float32"), SPEC, 1000, 4, "float32")
     assert cache.held == 256
     for layer in cache.caches:
         layer.key.normal_(), layer.value.normal_()
@@ -358,7 +358,7 @@ def test_a_growing_cache_keeps_what_it_holds_and_knows_its_limit() -> None:
 
 def test_a_growth_that_fails_half_way_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(vocab_size=1, num_layers=3, num_kv_heads=1, head_dim=8)
-    cache = GrowingCache(TritonKernels("cpu", "float32"), spec, 600, 4, torch.float32)  # type: ignore[arg-type]
+    cache = GrowingCache(TritonKernels("cpu", "float32"), spec, 600, 4, "float32")  # type: ignore[arg-type]
     fill_the_device(monkeypatch, 4)
     with pytest.raises(torch.OutOfMemoryError):
         cache.ensure(300)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paged_backend.batch import Batch
 from paged_backend.errors import UnsupportedModelError
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
+from paged_backend.kernels.tensor import tensor_dtype_name
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.transformers.attention import NAME, is_causal_window, register
 from paged_backend.sequence_slice import SequenceSlice
@@ -247,7 +248,7 @@ class TransformersModel:
             self.spec.num_kv_heads,
             self.spec.head_dim,
             block_size,
-            self.kernels.dtype,
+            tensor_dtype_name(self.kernels.dtype),
         )
         tables = [
             np.array([3, 1, 6], np.int32),
