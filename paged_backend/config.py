@@ -29,8 +29,8 @@ class EngineConfig:
     max_model_len: longest prompt + output in tokens; None takes the model's context.
     block_size: tokens per KV block, a power of two (16 keeps waste below 4 %).
     num_blocks: KV pool limit in blocks; None sizes it by ``kv_cache_memory``.
-    kv_cache_memory: pool limit in bytes; None takes a quarter of the machine's memory, or most of what the weights
-        leave free on a GPU. Memory is committed only when a block is first used.
+    kv_cache_memory: pool limit in bytes; None takes a quarter of the memory that the process may use, or most of
+        what the weights leave free on a GPU. Memory is committed only when a block is first used.
     max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step; None takes 512, on a GPU
         2048, which such a card needs to be busy.
     enable_prefix_caching: share KV of equal prompt prefixes.

@@ -15,6 +15,7 @@ from paged_backend.engine.core import EngineCore
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.kernels.array import ITEMSIZE
+from paged_backend.machine import usable_memory
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Runner
 from paged_backend.runner.model_runner import ModelRunner
@@ -128,8 +129,8 @@ def sliding_window(spec: DecoderSpec) -> int | None:
 
 
 def pool_blocks(config: EngineConfig, spec: DecoderSpec, max_model_len: int, block_bytes: int) -> int:
-    """Blocks that fit ``kv_cache_memory`` (default: a quarter of the machine's, or what is free on a device), the null
-    block included.
+    """Blocks that fit ``kv_cache_memory`` (default: a quarter of what the process may use, or what is free on a
+    device), the null block included.
 
     No more than every seat could fill; memory is committed when a block is first used, so a generous limit costs
     nothing.
@@ -141,7 +142,7 @@ def pool_blocks(config: EngineConfig, spec: DecoderSpec, max_model_len: int, blo
         step = step_memory(spec, config.token_budget, config.max_num_seqs, ITEMSIZE[config.activation_dtype])
         memory = free_device_memory(config.device, step)
     if memory is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        memory = usable_memory() // 4
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, most)
     if blocks < 1:

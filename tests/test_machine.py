@@ -1,0 +1,56 @@
+"""How much memory a process may have, on a machine and in a container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paged_backend import machine
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 64 GiB with a folder of control groups that limit nothing yet."""
+    monkeypatch.setattr(machine, "_physical_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/service/worker\n3:cpuset:/other\n0::/service/worker\n")
+    return tmp_path / "groups"
+
+
+def limit(folder: Path, name: str, text: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"{text}\n")
+
+
+def test_a_process_in_no_group_may_have_what_the_machine_has(groups: Path) -> None:
+    assert machine.usable_memory() == 64 * GIB
+    machine._OWN_CGROUPS.unlink()
+    assert machine.usable_memory() == 64 * GIB
+
+
+@pytest.mark.parametrize("group", ["", "service", "service/worker"])
+def test_the_group_of_the_process_and_those_above_it_limit_it(groups: Path, group: str) -> None:
+    limit(groups / group, "memory.max", 4 * GIB)
+    assert machine.usable_memory() == 4 * GIB
+    limit(groups / "memory" / group, "memory.limit_in_bytes", 3 * GIB)  # the older version beside it
+    assert machine.usable_memory() == 3 * GIB
+
+
+def test_other_groups_and_other_controllers_limit_nothing(groups: Path) -> None:
+    limit(groups / "other", "memory.max", GIB)
+    limit(groups / "memory" / "other", "memory.limit_in_bytes", GIB)
+    limit(groups / "service", "memory.max", "max")
+    limit(
+        groups / "memory" / "service", "memory.limit_in_bytes", 0x7FFFFFFFFFFFF000
+    )  # how version 1 says "none"
+    assert machine.usable_memory() == 64 * GIB
+
+
+@pytest.mark.skipif(not hasattr(os, "sysconf"), reason="the system is asked in another way")
+def test_this_machine_has_memory() -> None:
+    assert GIB // 4 < machine.usable_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
