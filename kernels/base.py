@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.kernels.array import Array, float32, is_float
 from paged_backend.kernels.pages import reserve
 from paged_backend.kernels.tensor import tensor_dtype
 
@@ -66,6 +67,30 @@ class PackedLinear(ABC):
         """Bytes held by the packed weights and the bias."""
 
 
+def check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> None:
+    """Raise TypeError or ValueError unless ``pack_linear`` can take them."""
+    for part in (*weights, *(bias for bias in biases or () if bias is not None)):
+        if not isinstance(part, np.ndarray):
+            raise TypeError(f"pack_linear needs numpy arrays, got {type(part).__name__}")
+        if not is_float(part):
+            raise TypeError(f"pack_linear needs floating point weights, got {part.dtype}")
+    if not weights or any(w.ndim != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
+        raise ValueError("pack_linear needs matrices [N_i, K] that share K")
+    if biases is not None and [None if b is None else b.shape for b in biases] != [
+        None if b is None else w.shape[:1] for b, w in zip(biases, weights)
+    ]:
+        raise ValueError("pack_linear needs one bias [N_i], or None, for each matrix")
+
+
+def join_biases(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> Array | None:
+    """float32 [N] of a linear put together from ``weights``, zeros where there is no bias; None if there is none."""
+    if biases is None or all(bias is None for bias in biases):
+        return None
+    return np.concatenate(
+        [np.zeros(len(w), np.float32) if b is None else float32(b) for w, b in zip(weights, biases)]
+    )
+
+
 class Kernels(ABC):
     """One backend. Stateless but for what ``pack_linear`` returns, so engines may share an instance."""
 
@@ -77,10 +102,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> PackedLinear:
         """Pack matrices [N_i, K] (any float dtype, may be memory-mapped) as one linear of N = sum N_i outputs.
 
+        biases: [N_i] each, or None.
         dtype: how weights are stored: ``float32``, ``bfloat16``, ``int8``, ``int4``; ``auto`` keeps what loses nothing.
         Raises ValueError for a dtype the backend does not have.
         """

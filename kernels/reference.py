@@ -14,8 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.array import Array
+from paged_backend.kernels.base import (
+    AttentionInputs,
+    Kernels,
+    LayerCache,
+    PackedLinear,
+    check_weights,
+    join_biases,
+)
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
+from paged_backend.kernels.tensor import as_tensor
 
 _STORAGE = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,27 +62,17 @@ class ReferenceKernels(Kernels):
     name = "reference"
 
     def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> ReferenceLinear:
         if dtype in ("int8", "int4"):
             raise ValueError(f"{dtype} weights need the C kernels; the torch reference kernels have none")
         if dtype not in _STORAGE:
             raise ValueError(f"dtype must be one of {', '.join(_STORAGE)}, got {dtype!r}")
-        if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
-            raise ValueError("pack_linear needs matrices [N_i, K] that share K")
+        check_weights(weights, biases)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([w.detach().to(_STORAGE[dtype]) for w in weights])
-        bias = None
-        if biases is not None and any(b is not None for b in biases):
-            bias = torch.cat(
-                [
-                    torch.zeros(w.shape[0], dtype=torch.float32, device="cpu")
-                    if b is None
-                    else b.detach().to(torch.float32)
-                    for w, b in zip(weights, biases)
-                ]
-            )
-        return ReferenceLinear(weight, bias)
+        weight = torch.cat([as_tensor(w).to(_STORAGE[dtype]) for w in weights])
+        bias = join_biases(weights, biases)
+        return ReferenceLinear(weight, None if bias is None else as_tensor(bias))
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         packed = _unpack(weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.device.draws import draws, penalised
 from benchmarks.device.report import Report, one_line, still_works
 from paged_backend.kernels.base import AttentionInputs, LayerCache
-from paged_backend.kernels.tensor import tensor_dtype_name
+from paged_backend.kernels.tensor import as_array, tensor_dtype_name
 from paged_backend.kernels.triton.backend import TritonKernels
 
 _BOUND = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float64: 1e-5}
@@ -199,7 +199,7 @@ def _linear(
     kernels: TritonKernels, sizes: Sizes, storage: str, rows: int, random: Random
 ) -> tuple[Tensor, Tensor]:
     weight, bias = random.normal(sizes.inner // 4, sizes.hidden), random.normal(sizes.inner // 4)
-    packed = kernels.pack_linear([weight], [bias], storage)
+    packed = kernels.pack_linear([as_array(weight)], [as_array(bias)], storage)
     stored = kernels.embedding(torch.arange(len(weight), device=kernels.device), packed)
     x = random.normal(rows, sizes.hidden)
     return kernels.linear(x, packed), _wide(x) @ _wide(stored).T + _wide(bias)

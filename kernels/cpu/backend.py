@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.array import BFLOAT16, Array, float32
+from paged_backend.kernels.base import (
+    AttentionInputs,
+    Kernels,
+    LayerCache,
+    PackedLinear,
+    check_weights,
+    join_biases,
+)
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
@@ -63,16 +71,16 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 class CpuLinear(PackedLinear):
-    """Weights in the library's panels (a byte tensor) and the bias padded to whole panels (or None)."""
+    """Weights in the library's panels (bytes) and the bias float32, padded to whole panels (or None)."""
 
     __slots__ = ("bias", "bias_pointer", "code", "dtype", "in_features", "out_features", "pointer", "weights")
 
-    def __init__(self, weights: Tensor, bias: Tensor | None, shape: tuple[int, int], dtype: str) -> None:
+    def __init__(self, weights: Array, bias: Array | None, shape: tuple[int, int], dtype: str) -> None:
         self.weights, self.bias, self.dtype = weights, bias, dtype
         self.out_features, self.in_features = shape
         self.code = _DTYPES[dtype]
-        self.pointer = weights.data_ptr()
-        self.bias_pointer = bias.data_ptr() if bias is not None else None
+        self.pointer = weights.ctypes.data
+        self.bias_pointer = bias.ctypes.data if bias is not None else None
 
     def nbytes(self) -> int:
         return self.weights.nbytes + (self.bias.nbytes if self.bias is not None else 0)
@@ -114,61 +122,40 @@ class CpuKernels(Kernels):
         self.threads = min(threads or default_threads(), usable_cores())
 
     def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> CpuLinear:
         if dtype != "auto" and dtype not in _DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
-        if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
-            raise ValueError("pack_linear needs matrices [N_i, K] that share K")
-        if any(not w.is_cpu or not w.dtype.is_floating_point for w in weights):
-            raise TypeError("pack_linear needs floating point weights on the CPU")
-        if biases is not None and [None if b is None else b.shape for b in biases] != [
-            None if b is None else w.shape[:1] for b, w in zip(biases, weights)
-        ]:
-            raise ValueError("pack_linear needs one bias [N_i], or None, for each matrix")
+        check_weights(weights, biases)
         if dtype == "auto":
             dtype = "bfloat16" if all(self._is_bf16(w) for w in weights) else "float32"
-        n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
+        n, k = sum(len(w) for w in weights), weights[0].shape[1]
         packed = self._arena.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]))
-        bias = None
-        if biases is not None and any(b is not None for b in biases):
-            bias = torch.zeros(self._lib.pb_padded_outputs(n), dtype=_FLOAT, device=_CPU)
+        bias = join_biases(weights, biases)
+        if bias is not None:
+            bias = np.pad(bias, (0, self._lib.pb_padded_outputs(n) - n))
         first = 0
-        for i, weight in enumerate(weights):
-            self._pack(packed, weight.detach(), n, first, _DTYPES[dtype])
-            if bias is not None and biases is not None and biases[i] is not None:
-                bias[first : first + weight.shape[0]] = biases[i]
-            first += weight.shape[0]
+        for weight in weights:
+            self._pack(packed.ctypes.data, weight, n, first, _DTYPES[dtype])
+            first += len(weight)
         return CpuLinear(packed, bias, (n, k), dtype)
 
-    def _is_bf16(self, weight: Tensor) -> bool:
+    def _is_bf16(self, weight: Array) -> bool:
         """Whether every value is a bf16 number."""
-        if weight.dtype == torch.bfloat16:
+        if weight.dtype == BFLOAT16:
             return True
-        return all(self._lib.pb_bf16_exact(part.data_ptr(), part.numel()) for _, part in _row_chunks(weight))
+        return all(self._lib.pb_bf16_exact(part.ctypes.data, part.size) for _, part in _row_chunks(weight))
 
-    def _pack(self, packed: Tensor, weight: Tensor, n: int, first: int, code: int) -> None:
+    def _pack(self, packed: int, weight: Array, n: int, first: int, code: int) -> None:
         """Put ``weight`` into the packed matrix of n outputs, as those from ``first`` on."""
         k = weight.shape[1]
         for row, part in _row_chunks(weight):
-            from_bf16, rows = part.dtype == torch.bfloat16, part.shape[0]
+            source, rows, at = part.ctypes.data, len(part), first + row
+            bf16 = part.dtype == BFLOAT16
             if code >= _DTYPES["int8"]:
-                self._lib.pb_pack_int(
-                    packed.data_ptr(),
-                    part.data_ptr(),
-                    n,
-                    first + row,
-                    rows,
-                    k,
-                    k,
-                    from_bf16,
-                    code,
-                    self.threads,
-                )
+                self._lib.pb_pack_int(packed, source, n, at, rows, k, k, bf16, code, self.threads)
             else:
-                self._lib.pb_pack_linear(
-                    packed.data_ptr(), part.data_ptr(), first + row, rows, k, k, from_bf16, code, self.threads
-                )
+                self._lib.pb_pack_linear(packed, source, at, rows, k, k, bf16, code, self.threads)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         packed = _own(weight)
@@ -356,9 +343,9 @@ def _own(weight: PackedLinear) -> CpuLinear:
     return weight
 
 
-def _row_chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _row_chunks(weight: Array) -> Iterator[tuple[int, Array]]:
     """(first row, contiguous rows as float32 or bfloat16) of a matrix, a few megabytes at a time."""
     step = max(1, _CHUNK_FLOATS // max(1, weight.shape[1]))
-    dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
-    for row in range(0, weight.shape[0], step):
-        yield row, weight[row : row + step].to(dtype).contiguous()
+    for row in range(0, len(weight), step):
+        part = weight[row : row + step]
+        yield row, np.ascontiguousarray(part if part.dtype == BFLOAT16 else float32(part))

@@ -15,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.array import Array
+from paged_backend.kernels.base import (
+    AttentionInputs,
+    Kernels,
+    LayerCache,
+    PackedLinear,
+    check_weights,
+    join_biases,
+)
 from paged_backend.kernels.row_products import row_linear
-from paged_backend.kernels.tensor import tensor_dtype
+from paged_backend.kernels.tensor import as_tensor, tensor_dtype
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
@@ -82,7 +90,7 @@ class TritonKernels(Kernels):
     # --- linears -------------------------------------------------------------------------------------------------
 
     def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, dtype: str = "auto"
+        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> DenseLinear | IntLinear:
         """dtype: ``auto`` and the backend's own dtype store that; ``int8`` and ``int4`` as in ``quantize``."""
         own = str(self.dtype).removeprefix("torch.")
@@ -90,24 +98,15 @@ class TritonKernels(Kernels):
             raise ValueError(
                 f"dtype must be auto, int8, int4 or {own}, the dtype of these kernels' activations; got {dtype!r}"
             )
-        if not weights or any(w.dim() != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
-            raise ValueError("pack_linear needs matrices [N_i, K] that share K")
-        bias = None
-        if biases is not None and any(b is not None for b in biases):
-            bias = torch.cat(
-                [
-                    torch.zeros(w.shape[0], dtype=torch.float32, device="cpu")
-                    if b is None
-                    else b.detach().to("cpu", torch.float32)
-                    for w, b in zip(weights, biases)
-                ]
-            ).to(self.device)
+        check_weights(weights, biases)
+        joined = join_biases(weights, biases)
+        bias = None if joined is None else as_tensor(joined).to(self.device)
         if dtype in ("int8", "int4"):
             pack = quantize.quantize_int8 if dtype == "int8" else quantize.quantize_int4
-            parts = [pack(w.detach().to(self.device)) for w in weights]
+            parts = [pack(as_tensor(w).to(self.device)) for w in weights]
             return IntLinear(quantize.join(parts), bias)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([w.detach().to(self.device, self.dtype) for w in weights])
+        weight = torch.cat([as_tensor(w).to(self.device, self.dtype) for w in weights])
         return DenseLinear(weight, bias.to(self.dtype) if bias is not None else None)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:

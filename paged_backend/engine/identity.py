@@ -45,7 +45,6 @@ def _signature(path: Path) -> tuple[tuple[str, int, int], ...]:
 def _auto_format(path: Path, kernels: Kernels) -> str:
     """What ``dtype="auto"`` means for a model: what the kernels make of its smallest linear."""
     from paged_backend.checkpoints.loading import load_checkpoint
-    from paged_backend.kernels.tensor import as_tensor
     from paged_backend.models.architectures import spec_from_config
 
     checkpoint = load_checkpoint(path, kernels.expand_gguf)
@@ -57,4 +56,4 @@ def _auto_format(path: Path, kernels: Kernels) -> str:
     if not linears:
         return "auto"
     smallest = min(linears, key=lambda name: (math.prod(linears[name]), name))
-    return str(getattr(kernels.pack_linear([as_tensor(checkpoint.tensors[smallest]())]), "dtype", "auto"))
+    return str(getattr(kernels.pack_linear([checkpoint.tensors[smallest]()]), "dtype", "auto"))

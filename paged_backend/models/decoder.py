@@ -155,22 +155,19 @@ class _Packer:
     kernels: Kernels
     dtype: str
 
-    def read(self, name: str) -> Tensor:
-        return as_tensor(self.weights[name]())
-
     def table(self, name: str) -> PackedLinear:
         # 4 bits cost the head and the embedding too much; they stay at 8
         return self.kernels.pack_linear(
-            [self.read(name)], None, "int8" if self.dtype == "int4" else self.dtype
+            [self.weights[name]()], None, "int8" if self.dtype == "int4" else self.dtype
         )
 
     def norm(self, name: str) -> Tensor:
-        weight = self.read(name).to(self.kernels.device, torch.float32, copy=True)
+        weight = as_tensor(self.weights[name]()).to(self.kernels.device, torch.float32, copy=True)
         return weight + 1.0 if self.spec.norm_plus_one else weight
 
     def linear(self, names: Sequence[str], bias: bool) -> PackedLinear:
-        weights = [self.read(f"{name}.weight") for name in names]
-        biases = [self.read(f"{name}.bias") for name in names] if bias else None
+        weights = [self.weights[f"{name}.weight"]() for name in names]
+        biases = [self.weights[f"{name}.bias"]() for name in names] if bias else None
         return self.kernels.pack_linear(weights, biases, self.dtype)
 
     def layer(self, index: int) -> _Layer:

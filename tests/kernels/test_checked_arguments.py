@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packing import pack
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -32,8 +33,8 @@ def arguments(kernels: CpuKernels) -> dict[str, dict[str, Any]]:
         torch.tensor([16, 17, 64]),
     )
     return {
-        "linear": {"x": x, "weight": kernels.pack_linear([torch.randn(10, HIDDEN)])},
-        "embedding": {"ids": torch.tensor([1, 2]), "table": kernels.pack_linear([torch.randn(10, HIDDEN)])},
+        "linear": {"x": x, "weight": pack(kernels, [torch.randn(10, HIDDEN)])},
+        "embedding": {"ids": torch.tensor([1, 2]), "table": pack(kernels, [torch.randn(10, HIDDEN)])},
         "rms_norm": {"x": x, "weight": torch.ones(HIDDEN), "eps": 1e-5},
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": torch.ones(HIDDEN), "eps": 1e-5},
         "act_and_mul": {"x": x, "activation": "silu"},
@@ -194,12 +195,14 @@ def test_copies_stay_within_the_cache(native: CpuKernels) -> None:
 
 def test_packing_takes_floating_point_weights_and_a_bias_each(native: CpuKernels) -> None:
     weight = torch.randn(6, 8)
-    for wrong in (weight.to("meta"), torch.ones(6, 8, dtype=torch.int32)):
-        with pytest.raises(TypeError, match="floating point weights on the CPU"):
-            native.pack_linear([weight, wrong])
+    for wrong in (torch.ones(6, 8, dtype=torch.int32), torch.ones(6, 8, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="floating point weights"):
+            pack(native, [weight, wrong])
+    with pytest.raises(TypeError, match="numpy arrays, got Tensor"):
+        native.pack_linear([weight])
     for biases in ([torch.ones(5)], [torch.ones(1)], [None, torch.ones(6)], [torch.ones(6, 1)]):
         with pytest.raises(ValueError, match="one bias"):
-            native.pack_linear([weight], biases)
+            pack(native, [weight], biases)
 
 
 def test_packed_blocks_of_a_file_fill_exactly_what_they_are_expanded_to(native: CpuKernels) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packing import pack
 
 from paged_backend.kernels.cpu import build as build_module
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -193,7 +194,7 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
     code = (
         "import torch; torch.zeros(4) @ torch.zeros(4)\n"
         "from paged_backend.kernels.cpu.backend import CpuKernels\n"
-        "k = CpuKernels(2); k.linear(torch.randn(64, 512), k.pack_linear([torch.randn(512, 512)]))\n"
+        "k = CpuKernels(2); k.linear(torch.randn(64, 512), k.pack_linear([torch.randn(512, 512).numpy()]))\n"
         "maps = open('/proc/self/maps').read().split()\n"
         "assert len({m for m in maps if 'libgomp' in m or 'libiomp' in m or 'libomp' in m}) <= 1\n"
     )
@@ -204,7 +205,7 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
 
 def test_two_python_threads_share_the_pool() -> None:
     kernels = CpuKernels(2)
-    packed = kernels.pack_linear([torch.randn(480, 256)])
+    packed = pack(kernels, [torch.randn(480, 256)])
     x = torch.randn(64, 256)
     expected = kernels.linear(x, packed)
     bad: list[int] = []
@@ -226,7 +227,7 @@ def test_two_python_threads_share_the_pool() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_starts_its_own_workers() -> None:
     kernels = CpuKernels(2)
-    packed = kernels.pack_linear([torch.randn(480, 256)])
+    packed = pack(kernels, [torch.randn(480, 256)])
     x = torch.randn(64, 256)
     expected = kernels.linear(x, packed)
     child = os.fork()

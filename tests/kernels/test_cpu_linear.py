@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from packing import pack
 
 from paged_backend.kernels.cpu.backend import CpuKernels
 
@@ -24,7 +25,7 @@ def _weights(n: int, k: int, dtype: str) -> torch.Tensor:
 def test_linear_equals_the_fp64_product(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
     weight, bias = _weights(n, k, dtype), torch.randn(n)
     cut = n // 3
-    packed = kernels.pack_linear([weight[:cut], weight[cut:]], [None, bias[cut:]], dtype)
+    packed = pack(kernels, [weight[:cut], weight[cut:]], [None, bias[cut:]], dtype)
     bias[:cut] = 0
     for m in (1, 2, 3, 7, 64, 150):
         x = torch.randn(m, k)
@@ -41,7 +42,7 @@ def test_integer_weights_multiply_like_what_they_stand_for(
     kernels: CpuKernels, n: int, k: int, dtype: str
 ) -> None:
     weight, bias = torch.randn(n, k), torch.randn(n)
-    packed = kernels.pack_linear([weight[: n // 3], weight[n // 3 :]], [None, bias[n // 3 :]], dtype)
+    packed = pack(kernels, [weight[: n // 3], weight[n // 3 :]], [None, bias[n // 3 :]], dtype)
     bias[: n // 3] = 0
     stored = kernels.embedding(torch.arange(n), packed)
     step = weight.abs().amax(1, keepdim=True) / 127
@@ -63,14 +64,14 @@ def test_integer_weights_multiply_like_what_they_stand_for(
 
 def test_int4_weights_have_a_zero_point_of_their_own(kernels: CpuKernels) -> None:
     weight = torch.rand(40, 96) + 3.0
-    stored = kernels.embedding(torch.arange(40), kernels.pack_linear([weight], dtype="int4"))
+    stored = kernels.embedding(torch.arange(40), pack(kernels, [weight], dtype="int4"))
     assert (stored - weight).abs().max() < 4.0 / 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_int4_group_is_no_worse_than_its_plain_range(kernels: CpuKernels, dtype: torch.dtype) -> None:
     weight = (torch.randn(37, 32 * 5) ** 3).to(dtype)  # long tails, where a smaller range pays
-    packed = kernels.pack_linear([weight[:5], weight[5:]], dtype="int4")  # the second begins within a panel
+    packed = pack(kernels, [weight[:5], weight[5:]], dtype="int4")  # the second begins within a panel
     stored = kernels.embedding(torch.arange(37), packed)
     units = weight.float() / (weight.float().abs().amax(1, keepdim=True) / 127)
     groups = units.view(37, 5, 32)
@@ -93,16 +94,14 @@ def test_integer_weights_of_zero_stay_zero(kernels: CpuKernels) -> None:
     weight = torch.randn(50, 70)
     weight[7] = 0
     for dtype in INTEGER:
-        packed = kernels.pack_linear([weight], dtype=dtype)
+        packed = pack(kernels, [weight], dtype=dtype)
         assert (kernels.linear(torch.randn(3, 70), packed)[:, 7] == 0).all()
         assert (kernels.embedding(torch.tensor([7]), packed) == 0).all()
 
 
 def test_small_weights_take_small_memory(kernels: CpuKernels) -> None:
     weight = torch.randn(480, 576)
-    bits = {
-        d: kernels.pack_linear([weight], None, d).nbytes() * 8 / weight.numel() for d in (*EXACT, *INTEGER)
-    }
+    bits = {d: pack(kernels, [weight], None, d).nbytes() * 8 / weight.numel() for d in (*EXACT, *INTEGER)}
     assert bits["float32"] == 32
     assert bits["bfloat16"] == 16
     assert bits["int8"] < 8.1
@@ -114,7 +113,7 @@ def test_small_weights_take_small_memory(kernels: CpuKernels) -> None:
 def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
     kernels: CpuKernels, threads: Callable[[int], None], dtype: str, k: int
 ) -> None:
-    packed = kernels.pack_linear([_weights(205, k, dtype)], None, dtype)
+    packed = pack(kernels, [_weights(205, k, dtype)], None, dtype)
     x = torch.randn(300, k)
     whole = kernels.linear(x, packed)
     for count in (2, 1):
@@ -128,7 +127,7 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
 def test_denormal_numbers_are_kept_whatever_the_thread_does_with_them(
     kernels: CpuKernels, threads: Callable[[int], None]
 ) -> None:
-    packed = kernels.pack_linear([torch.full((205, 1200), 1e-21)], dtype="float32")
+    packed = pack(kernels, [torch.full((205, 1200), 1e-21)], dtype="float32")
     x = torch.full((300, 1200), 1e-21)
     threads(2)
     expected = kernels.linear(x, packed)
@@ -143,11 +142,11 @@ def test_denormal_numbers_are_kept_whatever_the_thread_does_with_them(
 
 def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
     exact = torch.randn(64, 40).bfloat16()
-    assert kernels.pack_linear([exact]).dtype == "bfloat16"
-    assert kernels.pack_linear([exact.float()]).dtype == "bfloat16"
-    assert kernels.pack_linear([exact, torch.randn(3, 40)]).dtype == "float32"
+    assert pack(kernels, [exact]).dtype == "bfloat16"
+    assert pack(kernels, [exact.float()]).dtype == "bfloat16"
+    assert pack(kernels, [exact, torch.randn(3, 40)]).dtype == "float32"
     half = torch.randn(64, 40).half()
-    packed = kernels.pack_linear([half])
+    packed = pack(kernels, [half])
     assert packed.dtype == "float32"
     assert torch.equal(kernels.embedding(torch.arange(64), packed), half.float())
 
@@ -155,7 +154,7 @@ def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
 def test_rounding_to_bf16_equals_torch(kernels: CpuKernels) -> None:
     weight = torch.randn(70, 51)
     weight[3, 5], weight[4, 6] = float("inf"), 0.0
-    packed = kernels.pack_linear([weight], dtype="bfloat16")
+    packed = pack(kernels, [weight], dtype="bfloat16")
     assert torch.equal(kernels.embedding(torch.arange(70), packed), weight.bfloat16().float())
     assert packed.nbytes() < weight.nbytes
 
@@ -164,7 +163,7 @@ def test_rounding_to_bf16_equals_torch(kernels: CpuKernels) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
     weight = _weights(n, k, dtype)
-    packed = kernels.pack_linear([weight], None, dtype)
+    packed = pack(kernels, [weight], None, dtype)
     ids = torch.randint(0, n, (17,))
     assert torch.equal(kernels.embedding(ids, packed), weight[ids].float())
     with pytest.raises(IndexError, match=f"{n} is outside"):
@@ -173,7 +172,7 @@ def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str)
 
 @pytest.mark.parametrize("dtype", [*EXACT, *INTEGER])
 def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels, dtype: str) -> None:
-    packed = kernels.pack_linear([_weights(60, 33, dtype)], None, dtype)
+    packed = pack(kernels, [_weights(60, 33, dtype)], None, dtype)
     x = torch.randn(9, 33)
     clean = kernels.linear(x, packed)
     x[4, 7] = float("nan")
@@ -184,10 +183,10 @@ def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels, dtype: str) ->
 
 
 def test_wrong_arguments_are_named(kernels: CpuKernels) -> None:
-    packed = kernels.pack_linear([torch.randn(6, 8)])
+    packed = pack(kernels, [torch.randn(6, 8)])
     with pytest.raises(ValueError, match="9 features"):
         kernels.linear(torch.randn(2, 9), packed)
     with pytest.raises(ValueError, match="float64"):
-        kernels.pack_linear([torch.randn(6, 8)], dtype="float64")
+        pack(kernels, [torch.randn(6, 8)], dtype="float64")
     with pytest.raises(ValueError, match="share K"):
-        kernels.pack_linear([torch.randn(6, 8), torch.randn(6, 9)])
+        pack(kernels, [torch.randn(6, 8), torch.randn(6, 9)])

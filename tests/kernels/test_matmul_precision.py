@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packing import pack
 
 from paged_backend.config import EngineConfig
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -22,7 +23,7 @@ def precise(request: pytest.FixtureRequest, library: Path) -> tuple[CpuKernels, 
 def test_an_activation_keeps_its_bits(precise: tuple[CpuKernels, int], n: int, k: int) -> None:
     kernels, bits = precise
     weight, bias = torch.randn(n, k).bfloat16(), torch.randn(n)
-    packed = kernels.pack_linear([weight], [bias], "bfloat16")
+    packed = pack(kernels, [weight], [bias], "bfloat16")
     for m in (1, 7, 16, 33):
         x = torch.randn(m, k)
         expected = x.double() @ weight.double().T + bias
@@ -35,13 +36,13 @@ def test_activations_of_that_many_bits_are_multiplied_exactly(precise: tuple[Cpu
     step = 2.0 ** (1 - min(bits, 12))
     x = torch.randint(-(2 ** (min(bits, 12) - 1)), 2 ** (min(bits, 12) - 1) + 1, (20, 70)).float() * step
     weight = torch.randint(-8, 9, (60, 70)).bfloat16()
-    packed = kernels.pack_linear([weight], dtype="bfloat16")
+    packed = pack(kernels, [weight], dtype="bfloat16")
     assert torch.equal(kernels.linear(x, packed), x @ weight.float().T)
 
 
 def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int]) -> None:
     kernels, _ = precise
-    packed = kernels.pack_linear([torch.randn(200, 321)], dtype="bfloat16")
+    packed = pack(kernels, [torch.randn(200, 321)], dtype="bfloat16")
     x = torch.randn(70, 321)
     whole = kernels.linear(x, packed)
     for rows in (slice(0, 1), slice(3, 8), slice(10, 27), slice(0, 64), slice(69, 70)):
@@ -51,8 +52,8 @@ def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int])
 def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(library: Path) -> None:
     x, weight = torch.randn(20, 70), torch.randn(60, 70)
     highest, medium = (CpuKernels(1, library, name) for name in ("highest", "medium"))
-    packed = highest.pack_linear([weight], dtype="bfloat16")
-    padded = highest.pack_linear([torch.ones(48, 1)], dtype="bfloat16").nbytes()
+    packed = pack(highest, [weight], dtype="bfloat16")
+    padded = pack(highest, [torch.ones(48, 1)], dtype="bfloat16").nbytes()
     if padded == 48 * 32 * 2:  # the matrix unit takes 32 inputs at a time, so its panels are padded to that
         torch.testing.assert_close(
             medium.linear(x, packed), highest.linear(x.bfloat16().float(), packed), rtol=1e-5, atol=1e-5
@@ -66,7 +67,7 @@ def test_infinities_and_nans_stay(precise: tuple[CpuKernels, int]) -> None:
     kernels, _ = precise
     x = torch.ones(3, 40)
     x[0, 3], x[1, 5] = float("nan"), float("inf")
-    out = kernels.linear(x, kernels.pack_linear([torch.ones(9, 40)], dtype="bfloat16"))
+    out = kernels.linear(x, pack(kernels, [torch.ones(9, 40)], dtype="bfloat16"))
     assert out[0].isnan().all()
     assert (out[1] == float("inf")).all()
     assert (out[2] == 40).all()

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from packing import pack
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache, PackedLinear
 from paged_backend.kernels.reference import ReferenceKernels
@@ -140,7 +141,7 @@ def test_attention_takes_strided_queries(kernels):
 def test_linear_of_packed_parts_equals_separate_linears(kernels, dtype, with_bias):
     parts = [torch.randn(n, 12).bfloat16() for n in (8, 4, 4)]
     biases = [torch.randn(8), None, torch.randn(4)] if with_bias else None
-    packed = kernels.pack_linear(parts, biases, dtype)
+    packed = pack(kernels, parts, biases, dtype)
     assert (packed.in_features, packed.out_features) == (12, 16)
     x = torch.randn(5, 12)
     separate = [F.linear(x, w.float(), b) for w, b in zip(parts, biases or [None] * 3)]
@@ -152,15 +153,15 @@ def test_linear_of_packed_parts_equals_separate_linears(kernels, dtype, with_bia
 def test_embedding_reads_rows_of_a_packed_table(kernels):
     table = torch.randn(10, 6)
     ids = torch.tensor([3, 3, 9, 0])
-    assert torch.equal(kernels.embedding(ids, kernels.pack_linear([table])), table[ids])
-    half = kernels.embedding(ids, kernels.pack_linear([table], dtype="bfloat16"))
+    assert torch.equal(kernels.embedding(ids, pack(kernels, [table])), table[ids])
+    half = kernels.embedding(ids, pack(kernels, [table], dtype="bfloat16"))
     assert half.dtype == torch.float32
     assert torch.equal(half, table[ids].bfloat16().float())
 
 
 def test_packing_copies_so_that_the_source_may_go(kernels):
     source = torch.randn(4, 6)
-    packed = kernels.pack_linear([source])
+    packed = pack(kernels, [source])
     x = torch.randn(2, 6)
     before = kernels.linear(x, packed)
     source.fill_(float("nan"))
@@ -170,11 +171,11 @@ def test_packing_copies_so_that_the_source_may_go(kernels):
 def test_dtypes_that_need_other_kernels_and_unknown_ones_are_refused(kernels):
     for dtype in ("int8", "int4"):
         with pytest.raises(ValueError, match=f"{dtype} weights need the C kernels"):
-            kernels.pack_linear([torch.zeros(2, 2)], dtype=dtype)
+            pack(kernels, [torch.zeros(2, 2)], dtype=dtype)
     with pytest.raises(ValueError, match="got 'float8'"):
-        kernels.pack_linear([torch.zeros(2, 2)], dtype="float8")
+        pack(kernels, [torch.zeros(2, 2)], dtype="float8")
     with pytest.raises(ValueError, match="share K"):
-        kernels.pack_linear([torch.zeros(2, 2), torch.zeros(2, 3)])
+        pack(kernels, [torch.zeros(2, 2), torch.zeros(2, 3)])
 
 
 def test_weights_of_another_backend_are_refused(kernels):

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from packing import pack
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
@@ -71,7 +72,7 @@ def test_every_operation_on_rows_gives_each_the_same_bits_alone(
     kernels: ReferenceKernels, width: int, activation: str
 ) -> None:
     x, other, norm = torch.randn(33, width) * 3, torch.randn(33, width), torch.randn(width)
-    packed = kernels.pack_linear([torch.randn(31, width)], [torch.randn(31)])
+    packed = pack(kernels, [torch.randn(31, width)], [torch.randn(31)])
 
     def results(rows: slice) -> list[torch.Tensor]:
         residual = other[rows].clone()

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
+from packing import pack
+
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 
@@ -19,7 +21,7 @@ def _packed(kernels: TritonKernels, n: int, k: int, dtype: str):  # type: ignore
     """A packed matrix in two parts, one with a bias; what it stands for; the bias of all."""
     weight, bias = torch.randn(n, k), torch.randn(n)
     cut = n // 3
-    packed = kernels.pack_linear([weight[:cut], weight[cut:]], [None, bias[cut:]], dtype)
+    packed = pack(kernels, [weight[:cut], weight[cut:]], [None, bias[cut:]], dtype)
     bias[:cut] = 0
     return weight, packed, kernels.embedding(torch.arange(n), packed), bias
 
@@ -73,7 +75,7 @@ def test_half_precision_activations(dtype: str, activations: str) -> None:
 @pytest.mark.parametrize("dtype", INTEGER)
 def test_a_row_is_the_same_bits_in_every_batch_of_its_class(dtype: str) -> None:
     kernels = TritonKernels("cpu", "bfloat16")
-    packed = kernels.pack_linear([torch.randn(40, 500)], None, dtype)  # more than one tile of every class
+    packed = pack(kernels, [torch.randn(40, 500)], None, dtype)  # more than one tile of every class
     x = torch.randn(150, 500).bfloat16()
     for most, parts in ((16, [(0, 1), (3, 9), (15, 16)]), (64, [(0, 17), (30, 64)]), (150, [(20, 85)])):
         together = kernels.linear(x[:most], packed)
@@ -84,7 +86,7 @@ def test_a_row_is_the_same_bits_in_every_batch_of_its_class(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", INTEGER)
 def test_non_finite_inputs_stay_in_their_row(dtype: str) -> None:
     kernels = TritonKernels("cpu", "float32")
-    packed = kernels.pack_linear([torch.randn(20, 33)], None, dtype)
+    packed = pack(kernels, [torch.randn(20, 33)], None, dtype)
     x = torch.randn(9, 33)
     clean = kernels.linear(x, packed)
     x[4, 7] = float("nan")
@@ -100,7 +102,7 @@ def test_int4_weights_have_a_minimum_of_their_own_and_zeros_stay_zero() -> None:
     weight[7] = 0
     ids = torch.arange(40)
     for dtype in INTEGER:
-        packed = kernels.pack_linear([weight], None, dtype)
+        packed = pack(kernels, [weight], None, dtype)
         stored = kernels.embedding(ids, packed)
         assert (stored[7] == 0).all()
         assert (kernels.linear(torch.randn(3, 96), packed)[:, 7] == 0).all()
@@ -111,9 +113,7 @@ def test_int4_weights_have_a_minimum_of_their_own_and_zeros_stay_zero() -> None:
 def test_small_weights_take_small_memory() -> None:
     kernels = TritonKernels("cpu", "bfloat16")
     weight = torch.randn(480, 576)
-    bits = {
-        d: kernels.pack_linear([weight], None, d).nbytes() * 8 / weight.numel() for d in ("auto", *INTEGER)
-    }
+    bits = {d: pack(kernels, [weight], None, d).nbytes() * 8 / weight.numel() for d in ("auto", *INTEGER)}
     assert bits["auto"] == 16
     assert bits["int8"] < 8.1
     assert bits["int4"] < 5.1
@@ -122,7 +122,7 @@ def test_small_weights_take_small_memory() -> None:
 def test_dense_weights_and_embeddings_equal_the_reference() -> None:
     ours, reference = TritonKernels("cpu", "float32"), ReferenceKernels()
     parts, biases = [torch.randn(8, 12), torch.randn(4, 12)], [None, torch.randn(4)]
-    mine, theirs = ours.pack_linear(parts, biases), reference.pack_linear(parts, biases)
+    mine, theirs = pack(ours, parts, biases), pack(reference, parts, biases)
     x, ids = torch.randn(5, 12), torch.tensor([3, 3, 9, 0])
     torch.testing.assert_close(ours.linear(x, mine), reference.linear(x, theirs))
     assert torch.equal(ours.embedding(ids, mine), reference.embedding(ids, theirs))
@@ -132,16 +132,16 @@ def test_dense_weights_and_embeddings_equal_the_reference() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     kernels = TritonKernels("cpu", "float32")
-    packed = kernels.pack_linear([torch.randn(6, 8)])
+    packed = pack(kernels, [torch.randn(6, 8)])
     with pytest.raises(ValueError, match="9 features"):
         kernels.linear(torch.randn(2, 9), packed)
     with pytest.raises(ValueError, match="bfloat16"):
-        kernels.pack_linear([torch.randn(6, 8)], dtype="bfloat16")
+        pack(kernels, [torch.randn(6, 8)], dtype="bfloat16")
     with pytest.raises(ValueError, match="share K"):
-        kernels.pack_linear([torch.randn(6, 8), torch.randn(6, 9)])
+        pack(kernels, [torch.randn(6, 8), torch.randn(6, 9)])
     with pytest.raises(ValueError, match="float8"):
         TritonKernels("cpu", "float8")
-    other = ReferenceKernels().pack_linear([torch.randn(6, 8)])
+    other = pack(ReferenceKernels(), [torch.randn(6, 8)])
     with pytest.raises(TypeError, match="ReferenceLinear"):
         kernels.linear(torch.randn(2, 8), other)
     with pytest.raises(TypeError, match="ReferenceLinear"):

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
+from packing import pack
+
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 from paged_backend.runner import device_memory
@@ -40,7 +42,7 @@ class Echo:
         self.kernels, self.forwards = kernels, 0
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(40, 8, generator=generator)
-        self.head = kernels.pack_linear([torch.randn(40, 16, generator=generator) * 3])
+        self.head = pack(kernels, [torch.randn(40, 16, generator=generator) * 3])
 
     def forward(
         self, input_ids: Any, positions: Any, attention: Any, logit_rows: Any, caches: Any
