@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -112,3 +114,21 @@ def test_the_cache_and_the_scheduler_know_no_tensors():
             ("engine.scheduler", "engine.admission")
         ):
             assert "import torch" not in path.read_text(encoding="utf-8"), module
+
+
+LIGHT = (
+    "paged_backend.engine.engine",
+    "paged_backend.runner.base",
+    "paged_backend.runner.sampler",
+    "paged_backend.testing",
+    "paged_backend.text.detokenizer",
+)
+"""Modules that import no torch, nor does what they import: among it scheduler, core, cache, output processor."""
+
+
+def test_the_engine_and_the_sampler_run_without_torch():
+    banned = {"torch": None, "transformers": None}
+    script = f"import sys, importlib; sys.modules.update({banned})\n"
+    script += f"for name in {LIGHT}: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,7 +174,7 @@ class DeviceRunner(Runner):
         def results() -> list[Result]:
             sampled = sampled_of(drawn())
             if left is not None:
-                for i, other in zip(others, self.sampler.sample(left.cpu(), [rows[i] for i in others])):
+                for i, other in zip(others, self.sampler.sample(_on_host(left), [rows[i] for i in others])):
                     sampled[i] = other
             return self._results(scheduled, logits, sampled)
 
@@ -215,7 +216,7 @@ class DeviceRunner(Runner):
             count = len(sequence.scored_ids)
             scores: list[Sampled] = []
             if count and logits is not None:
-                scored = logits[first : first + count]
+                scored = _on_host(logits[first : first + count])
                 scores = self.sampler.prompt_logprobs(scored, sequence.scored_ids, sequence.num_top)
             first += len(sequence.logit_rows)
             results.append(Result([next(drawn) for _ in sequence.rows], scores))
@@ -305,3 +306,9 @@ class DeviceRunner(Runner):
                         f"the GPU does not answer any more ({gone}), after: {error}; start a new process"
                     ) from error
             raise
+
+
+def _on_host(logits: Tensor) -> np.ndarray[Any, Any]:
+    """Float32 [R, V] for the host's sampler, of logits of any precision on any device."""
+    values: np.ndarray[Any, Any] = logits.to("cpu", torch.float32).numpy()
+    return values

@@ -63,9 +63,10 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
         batch = Batch.build(scheduled, self.block_size)
-        logits = self.model.forward(
+        tensor = self.model.forward(
             batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
         )
+        logits = tensor.float().numpy()
         scores: list[list[Sampled]] = []
         picks: list[int] = []
         rows: list[SampleRow] = []

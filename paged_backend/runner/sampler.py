@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 
 from paged_backend.errors import RequestFailedError, call_user
 from paged_backend.runner.history import TokenHistory
@@ -76,10 +75,10 @@ class Sampled:
 class Sampler:
     """Stateless; may be shared between engines and threads."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Exception]:
+    def sample(self, logits: Array, rows: Sequence[SampleRow]) -> list[Sampled | Exception]:
         """Sample one token per row.
 
-        logits: float [R, V], any device, left as it is (half precision is widened to float32 first).
+        logits: float16, float32 or float64 [R, V], left as it is (taken as float32); a device's are brought here first.
         Returns R items: a :class:`Sampled`, or the error of that row alone, :class:`RequestFailedError` for
         logits that are not finite, for a distribution with every token masked and for ids outside the
         vocabulary. Raises ValueError when ``rows`` and ``logits`` do not match.
@@ -89,16 +88,16 @@ class Sampler:
             return []
         if all(_plain(row) for row in rows):
             return _greedy(logits)
-        return [self._guarded(values, row) for values, row in zip(_numpy(logits), rows)]
+        return [self._guarded(values, row) for values, row in zip(_float32(logits), rows)]
 
-    def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[Sampled]:
+    def prompt_logprobs(self, logits: Array, next_ids: Sequence[int], k: int) -> list[Sampled]:
         """Score given tokens.
 
-        logits: float [P, V]; ``next_ids[i]`` is the token that followed position i; the k >= 0 most likely
-        tokens are listed per position. Raises RequestFailedError for logits that are not finite.
+        logits: as for :meth:`sample`, [P, V]; ``next_ids[i]`` is the token that followed position i; the k >= 0
+        most likely tokens are listed per position. Raises RequestFailedError for logits that are not finite.
         """
         _check_shape(logits, len(next_ids))
-        return [_score(values, int(token), k) for values, token in zip(_numpy(logits), next_ids)]
+        return [_score(values, int(token), k) for values, token in zip(_float32(logits), next_ids)]
 
     def _guarded(self, raw: Array, row: SampleRow) -> Sampled | Exception:
         try:
@@ -145,24 +144,19 @@ def _plain(row: SampleRow) -> bool:
     return row.params.greedy and only_truncates(row)
 
 
-def _check_shape(logits: torch.Tensor, rows: int) -> None:
-    if logits.dim() != 2 or logits.shape[0] != rows:
+def _check_shape(logits: Array, rows: int) -> None:
+    if logits.ndim != 2 or logits.shape[0] != rows:
         raise ValueError(f"logits must be [{rows}, V] for {rows} rows, got {list(logits.shape)}")
 
 
-def _numpy(logits: torch.Tensor) -> Array:
-    return logits.detach().to("cpu", torch.float32).contiguous().numpy()
+def _float32(logits: Array) -> Array:
+    return np.ascontiguousarray(logits, np.float32)
 
 
-def _greedy(logits: torch.Tensor) -> list[Sampled | Exception]:
-    if logits.device.type == "cpu":
-        values = _numpy(logits)
-        ids = values.argmax(-1).tolist()  # the first of equal maxima; a NaN counts as the maximum
-        best = values[np.arange(len(ids)), ids]
-    else:
-        maxima, indices = logits.detach().max(-1)
-        ids, best = indices.tolist(), _numpy(maxima)
-    good = np.isfinite(best).tolist()
+def _greedy(logits: Array) -> list[Sampled | Exception]:
+    values = _float32(logits)
+    ids = values.argmax(-1).tolist()  # the first of equal maxima; a NaN counts as the maximum
+    good = np.isfinite(values[np.arange(len(ids)), ids]).tolist()
     return [Sampled(token) if ok else not_finite() for token, ok in zip(ids, good)]
 
 
@@ -279,7 +273,8 @@ def _draw(values: Array, row: SampleRow) -> int:
 
 def _propose(raw: Array, row: SampleRow) -> Sampled:
     """The likeliest continuations of a beam; penalties and masks apply to log-probabilities, as in transformers."""
-    values = torch.log_softmax(torch.from_numpy(raw), -1).numpy()
+    shifted = raw.astype(np.float64) - raw.max()
+    values = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
     if _processed(row):
         values = _process(values, row)
     ids = _top_set(values, row.candidates) if row.candidates < len(values) else np.arange(len(values))

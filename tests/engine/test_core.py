@@ -7,8 +7,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
-import torch
 
 from paged_backend import testing
 from paged_backend.engine.request import Request
@@ -284,7 +284,7 @@ def test_a_callback_may_raise_anything_and_only_its_request_fails(scripted_core,
         def sample(sequence):
             out = result(sequence)
             rows = [row for row in sequence.rows if row.params.logits_processors]
-            out.sampled[: len(rows)] = sampler.sample(torch.zeros(len(rows), 1000), rows)
+            out.sampled[: len(rows)] = sampler.sample(np.zeros((len(rows), 1000), np.float32), rows)
             return out
 
         core.runner._result = sample

@@ -29,7 +29,9 @@ def draw(
     }
     ours = TritonKernels("cpu", "float32").sample(logits, **columns).tolist()
     rows = [SampleRow(p, TokenHistory([], 0), 0, seed) for p, seed in zip(params, seeds)]
-    theirs = [None if isinstance(r, Exception) else r.token_id for r in Sampler().sample(logits, rows)]
+    theirs = [
+        None if isinstance(r, Exception) else r.token_id for r in Sampler().sample(logits.numpy(), rows)
+    ]
     return ours, theirs
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ class Mask:
         self.allowed = allowed
 
     def mask(self):
-        return self.allowed.numpy()
+        return self.allowed
 
     def settle(self, token):
         return token
@@ -38,7 +39,7 @@ def make_row(prompt=(), output=(), seed=0, stop_ids=(), bad_words_ids=(), mask=N
 
 
 def make_logits(*shape, seed=0, scale=2.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
 def sample_one(logits, row):
@@ -50,7 +51,7 @@ def hf_scores(logits, row):
     """The row's distribution as transformers computes it, in generate's order."""
     p = row.params
     ids = torch.tensor([row.history.token_ids], dtype=torch.long)
-    scores = logits.reshape(1, -1).clone()
+    scores = torch.from_numpy(logits.reshape(1, -1).copy())
     steps = []
     if p.repetition_penalty != 1:
         steps.append(hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
@@ -141,7 +142,7 @@ def test_large_vocabularies_match_transformers(params, scale):
 
 @pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_k": 300, "top_p": 0.5}, {"top_p": 0.25}], ids=str)
 def test_nucleus_of_equal_logits_holds_as_many_tokens_as_in_transformers(params):
-    logits = torch.zeros(512)
+    logits = np.zeros(512, np.float32)
     drawn = {sample_one(logits, make_row(seed=s, **params)).token_id for s in range(1500)}
     row = make_row(**params)
     expected = int((hf_scores(logits, row) > -math.inf).sum())
@@ -152,8 +153,8 @@ def test_nucleus_of_equal_logits_holds_as_many_tokens_as_in_transformers(params)
 def test_sampled_frequencies_follow_the_distribution():
     logits = make_logits(16, seed=3, scale=1.5)
     rows = [make_row(seed=s) for s in range(20_000)]
-    counts = Counter(r.token_id for r in SAMPLER.sample(logits.expand(len(rows), -1), rows))
-    for token, probability in enumerate(torch.softmax(logits, -1).tolist()):
+    counts = Counter(r.token_id for r in SAMPLER.sample(np.broadcast_to(logits, (len(rows), 16)), rows))
+    for token, probability in enumerate(torch.softmax(torch.from_numpy(logits), -1).tolist()):
         deviation = math.sqrt(probability * (1 - probability) / len(rows))
         assert abs(counts[token] / len(rows) - probability) < 5 * deviation
 
@@ -167,7 +168,7 @@ def test_a_tiny_temperature_is_greedy_not_nan():
 
 def test_frequency_and_presence_penalties_ignore_the_prompt():
     """Public reports: vLLM PR #1577, vllm-metal PR #69, TensorRT-LLM PR #5623."""
-    logits = torch.zeros(10)
+    logits = np.zeros(10, np.float32)
     logits[4], logits[5], logits[6] = 3.0, 2.5, 2.2
     common = {"temperature": 0, "frequency_penalty": 0.2, "presence_penalty": 0.25}
     assert sample_one(logits, make_row([4, 4, 4, 4], [], **common)).token_id == 4
@@ -180,7 +181,7 @@ def test_frequency_and_presence_penalties_ignore_the_prompt():
 
 def test_repetition_penalty_sees_the_prompt():
     """Public reports: vLLM PR #1577, TensorRT-LLM PR #5623; transformers PR #48468 (no effect at all)."""
-    logits = torch.zeros(10)
+    logits = np.zeros(10, np.float32)
     logits[4], logits[5] = 3.0, 2.5
     assert sample_one(logits, make_row([], [], temperature=0, repetition_penalty=1.5)).token_id == 4
     assert sample_one(logits, make_row([4, 4], [], temperature=0, repetition_penalty=1.5)).token_id == 5
@@ -188,7 +189,7 @@ def test_repetition_penalty_sees_the_prompt():
 
 def test_min_tokens_masks_every_stop_id_and_does_not_count_the_prompt():
     """Public reports: vLLM #4180, PR #5849, PR #4468; mlx-vlm PR #2112; TensorRT-LLM PR #12358."""
-    logits = torch.tensor([0.0, 1.0, 5.0, 4.0, 3.0])
+    logits = np.array([0.0, 1.0, 5.0, 4.0, 3.0], np.float32)
     picked = [
         sample_one(
             logits, make_row([1] * 9, [0] * n, stop_ids=(2, 3, 99), temperature=0, min_tokens=2)
@@ -199,7 +200,7 @@ def test_min_tokens_masks_every_stop_id_and_does_not_count_the_prompt():
 
 
 def test_bad_words_are_never_completed_even_across_the_prompt_border():
-    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
+    logits = np.array([0.0, 1.0, 2.0, 9.0], np.float32)
     words = ((1, 2, 3),)
     for prompt, output in (([1, 2], []), ([0, 1], [2]), ([], [1, 2]), ([3], [0, 1, 2])):
         row = make_row(prompt, output, bad_words_ids=words, temperature=0)
@@ -210,8 +211,8 @@ def test_bad_words_are_never_completed_even_across_the_prompt_border():
 
 
 def test_allowed_token_ids_and_mask_apply_together():
-    logits = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
-    mask = torch.tensor([False, True, False, True])  # ids past its end are not allowed
+    logits = np.array([9.0, 8.0, 7.0, 6.0, 5.0], np.float32)
+    mask = np.array([False, True, False, True])  # ids past its end are not allowed
     row = make_row(allowed_token_ids=[0, 3, 4], mask=mask, temperature=0)
     assert sample_one(logits, row).token_id == 3
     assert sample_one(logits, make_row(mask=mask, temperature=0)).token_id == 1
@@ -220,7 +221,7 @@ def test_allowed_token_ids_and_mask_apply_together():
 
 
 def test_greedy_ties_take_the_lowest_id():
-    logits = torch.zeros(3, 700)
+    logits = np.zeros((3, 700), np.float32)
     logits[1, 300:] = 1.0
     rows = [make_row(temperature=0) for _ in range(3)]
     assert [r.token_id for r in SAMPLER.sample(logits, rows)] == [0, 300, 0]
@@ -234,7 +235,7 @@ def test_logprobs_are_of_the_raw_logits_with_ranks():
     logits = make_logits(2000, seed=5)
     row = make_row([7], [9], seed=4, logprobs=6, temperature=0.4, top_k=20, repetition_penalty=1.4)
     result = sample_one(logits, row)
-    expected = torch.log_softmax(logits, -1)
+    expected = torch.log_softmax(torch.from_numpy(logits), -1)
     order = expected.argsort(descending=True, stable=True).tolist()
     assert result.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-5)
     assert result.rank == order.index(result.token_id) + 1
@@ -250,7 +251,7 @@ def test_logprobs_zero_reports_the_sampled_token_only_and_none_nothing():
 
 
 def test_equal_logits_rank_by_id_and_more_logprobs_than_tokens_are_all():
-    result = sample_one(torch.zeros(5), make_row(logprobs=9, temperature=0, logit_bias={3: 1.0}))
+    result = sample_one(np.zeros(5, np.float32), make_row(logprobs=9, temperature=0, logit_bias={3: 1.0}))
     assert (result.token_id, result.rank) == (3, 4)
     assert [(i, r) for i, _, r in result.top] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
 
@@ -260,7 +261,7 @@ def test_prompt_logprobs_sum_to_those_of_log_softmax():
     logits = make_logits(30, 1200, seed=8)
     next_ids = [(i * 37) % 1200 for i in range(30)]
     scored = SAMPLER.prompt_logprobs(logits, next_ids, 2)
-    expected = torch.log_softmax(logits, -1)
+    expected = torch.log_softmax(torch.from_numpy(logits), -1)
     assert [s.token_id for s in scored] == next_ids
     for position, s in enumerate(scored):
         assert s.logprob == pytest.approx(float(expected[position, s.token_id]), abs=1e-5)
@@ -286,21 +287,16 @@ def assorted_rows(seed):
 
 
 @pytest.mark.parametrize("vocab", [4096, 5003])
-def test_a_row_is_bit_identical_alone_in_any_batch_and_on_any_number_of_threads(vocab):
+def test_a_row_is_bit_identical_alone_and_in_any_batch(vocab):
     """Public reports: vLLM #51226 and #17524 (seeds), #9567, #5898, #51187 (batch size)."""
     rows = [row for seed in range(4) for row in assorted_rows(seed)]
     logits = make_logits(len(rows), vocab, seed=1)
-    alone = [sample_one(logits[i].clone(), row) for i, row in enumerate(rows)]
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            assert SAMPLER.sample(logits, rows) == alone
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(count)).tolist()
-            for part in (order[:3], order[3:17], order[17:]):
-                assert SAMPLER.sample(logits[part], [rows[i] for i in part]) == [alone[i] for i in part]
-    finally:
-        torch.set_num_threads(threads)
+    alone = [sample_one(logits[i].copy(), row) for i, row in enumerate(rows)]
+    assert SAMPLER.sample(logits, rows) == alone
+    for seed in (1, 2):
+        order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+        for part in (order[:3], order[3:17], order[17:]):
+            assert SAMPLER.sample(logits[part], [rows[i] for i in part]) == [alone[i] for i in part]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 33])
@@ -335,7 +331,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone(bad):
     """Public report: vLLM PR #16529."""
     logits = make_logits(3, 50)
     if bad is None:
-        logits[1] = -math.inf
+        logits[1] = -np.inf
     else:
         logits[1, 17] = bad
     for params in ({"temperature": 0}, {}, {"logprobs": 2}, {"temperature": 0, "logit_bias": {1: 2.0}}):
@@ -350,7 +346,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone(bad):
     ("params", "message"),
     [
         ({"allowed_token_ids": [2], "bad_words_ids": ((2,),)}, "no token is left"),
-        ({"mask": torch.zeros(50, dtype=torch.bool)}, "no token is left"),
+        ({"mask": np.zeros(50, bool)}, "no token is left"),
         ({"logit_bias": {50: 1.0}}, "logit_bias has an id outside the vocabulary of 50"),
         ({"allowed_token_ids": [1, 50]}, "allowed_token_ids has an id outside"),
     ],
@@ -367,16 +363,14 @@ def test_impossible_options_fail_their_row_alone(params, message, temperature):
     assert isinstance(good, Sampled)
 
 
-def test_the_callers_tensors_are_left_alone():
+def test_the_callers_arrays_are_left_alone():
     logits = make_logits(9, 600)
-    rows, before = assorted_rows(0), logits.clone()
-    mask = torch.ones(600, dtype=torch.bool)
+    rows, before = assorted_rows(0), logits.copy()
+    mask = np.ones(600, bool)
     for row in rows:
         row.constraint = Mask(mask)
-    with torch.inference_mode():
-        SAMPLER.sample(logits.clone(), rows)
     SAMPLER.sample(logits, rows)
-    assert torch.equal(logits, before)
+    assert np.array_equal(logits, before)
     assert bool(mask.all())
 
 
@@ -385,17 +379,32 @@ def test_ids_without_a_logit_in_the_prompt_are_passed_over():
     assert isinstance(sample_one(make_logits(50), row), Sampled)
 
 
-def test_half_precision_logits_are_widened():
-    logits = make_logits(2, 300).bfloat16()
-    rows = [make_row(seed=3, logprobs=2), make_row(temperature=0)]
-    assert SAMPLER.sample(logits, rows) == SAMPLER.sample(logits.float(), rows)
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_logits_of_another_precision_are_taken_as_float32(dtype):
+    logits = make_logits(2, 300).astype(dtype)
+    single = logits.astype(np.float32)
+    for row in (make_row(seed=3, logprobs=2), make_row(temperature=0), make_row(seed=4, top_p=0.9)):
+        assert SAMPLER.sample(logits, [row] * 2) == SAMPLER.sample(single, [row] * 2)
+    assert SAMPLER.prompt_logprobs(logits, [1, 2], 3) == SAMPLER.prompt_logprobs(single, [1, 2], 3)
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+def test_a_beams_continuations_have_the_log_probabilities_of_log_softmax(scale):
+    logits = make_logits(5003, seed=6, scale=scale)
+    row = make_row()
+    row.candidates = 8
+    result = sample_one(logits, row)
+    exact = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    best = exact.topk(8)
+    assert [token for token, _, _ in result.top] == best.indices.tolist()
+    assert [lp for _, lp, _ in result.top] == best.values.float().tolist()
 
 
 def test_no_rows_give_no_tokens_and_a_wrong_shape_is_refused():
-    assert SAMPLER.sample(torch.zeros(0, 10), []) == []
+    assert SAMPLER.sample(np.zeros((0, 10), np.float32), []) == []
     with pytest.raises(ValueError, match=r"logits must be \[1, V\] for 1 rows, got \[2, 10\]"):
-        SAMPLER.sample(torch.zeros(2, 10), [make_row()])
+        SAMPLER.sample(np.zeros((2, 10), np.float32), [make_row()])
     with pytest.raises(ValueError, match="logits must be"):
-        SAMPLER.prompt_logprobs(torch.zeros(2, 10), [1], 0)
+        SAMPLER.prompt_logprobs(np.zeros((2, 10), np.float32), [1], 0)
     with pytest.raises(RequestFailedError, match="token id 10 is outside"):
-        SAMPLER.prompt_logprobs(torch.zeros(1, 10), [10], 0)
+        SAMPLER.prompt_logprobs(np.zeros((1, 10), np.float32), [10], 0)
