@@ -137,7 +137,9 @@ def test_large_vocabularies_match_transformers(params, scale):
     for seed in range(20):
         logits = make_logits(9001, seed=seed, scale=scale)
         row = make_row(seed=seed, **params)
-        assert_drawn_from(hf_scores(logits, row), row, sample_one(logits, row).token_id)
+        # in float64: a running sum of so many float32 may end one token off, and where depends on the processor
+        expected = hf_scores(logits.astype(np.float64), row)
+        assert_drawn_from(expected, row, sample_one(logits, row).token_id)
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_k": 300, "top_p": 0.5}, {"top_p": 0.25}], ids=str)
