@@ -340,9 +340,10 @@ def test_models(server):
 
 def test_keys(start):
     with start(api_keys=("sesame",)) as server:
-        body = {"model": server.serving.name, "max_tokens": 1, "messages": FOX}
+        body = request(model=server.serving.name)
         assert client_of(server, api_key="sesame").messages.create(**body).content
         assert client_of(server, api_key=None, auth_token="sesame").messages.create(**body).content
+        body = {"model": server.serving.name, "max_tokens": 1, "messages": FOX}
         for key in ("", "wrong"):
             answer = server.post("/v1/messages", body, headers={"x-api-key": key})
             assert answer.status_code == 401
