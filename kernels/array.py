@@ -13,9 +13,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+_SLICE = (
+    1 << 16
+)  # numbers compared at a time: an embedding is a gigabyte, and widened it would be two or more
+
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 """The upper half of a float32: sign, 8 bits of exponent, 7 of mantissa."""
-
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its dtype: of those that activations, keys and values may have."""
@@ -24,11 +27,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 def is_float(array: Array) -> bool:
     """Whether its values are floating point numbers, bfloat16 among them."""
     return array.dtype.kind == "f" or array.dtype == BFLOAT16
-
-
-def dtype_name(array: Array) -> str:
-    """``float32``, ``bfloat16``, ``int64``, ..."""
-    return "bfloat16" if array.dtype == BFLOAT16 else array.dtype.name
 
 
 def float32(array: Array) -> Array:
@@ -40,17 +38,10 @@ def float32(array: Array) -> Array:
     return wide.view(np.float32)
 
 
-def bfloat16(array: Array) -> Array:
-    """The values as bfloat16, rounded to nearest even; a NaN stays one."""
-    if array.dtype == BFLOAT16:
-        return array
-    values = np.ascontiguousarray(array, np.float32)
-    bits = values.view(np.uint32)
-    rounded = bits + (0x7FFF + (bits >> 16 & 1))  # may wrap for a NaN, which is replaced
-    short = np.where(np.isnan(values), bits >> 16 | 0x40, rounded >> 16)
-    return short.astype("<u2").view(BFLOAT16)
-
-
 def equal(a: Array, b: Array) -> bool:
-    """Whether shapes and values are the same, whatever the dtypes; NaN differs from itself."""
-    return a.shape == b.shape and bool((float32(a) == float32(b)).all())
+    """Whether shapes and values are the same, whatever the dtypes; NaN differs from itself. Ends at a difference."""
+    if a.shape != b.shape:
+        return False
+    first, second = a.reshape(-1), b.reshape(-1)  # views, of contiguous arrays
+    slices = (slice(start, start + _SLICE) for start in range(0, a.size, _SLICE))
+    return all((float32(first[part]) == float32(second[part])).all() for part in slices)

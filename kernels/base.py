@@ -67,7 +67,7 @@ class PackedLinear(ABC):
         """Bytes held by the packed weights and the bias."""
 
 
-def check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> None:
+def _check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> None:
     """Raise TypeError or ValueError unless ``pack_linear`` can take them."""
     for part in (*weights, *(bias for bias in biases or () if bias is not None)):
         if not isinstance(part, np.ndarray):
@@ -82,7 +82,7 @@ def check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | Non
         raise ValueError("pack_linear needs one bias [N_i], or None, for each matrix")
 
 
-def join_biases(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> Array | None:
+def _joined(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> Array | None:
     """float32 [N] of a linear put together from ``weights``, zeros where there is no bias; None if there is none."""
     if biases is None or all(bias is None for bias in biases):
         return None
@@ -100,16 +100,22 @@ class Kernels(ABC):
     dtype = torch.float32
     """Of activations."""
 
-    @abstractmethod
     def pack_linear(
         self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> PackedLinear:
         """Pack matrices [N_i, K] (any float dtype, may be memory-mapped) as one linear of N = sum N_i outputs.
 
-        biases: [N_i] each, or None.
+        weights, biases: numpy arrays (``array`` has bfloat16); a bias is [N_i], or None.
         dtype: how weights are stored: ``float32``, ``bfloat16``, ``int8``, ``int4``; ``auto`` keeps what loses nothing.
-        Raises ValueError for a dtype the backend does not have.
+        Raises TypeError or ValueError for arrays that are no such matrices, ValueError for a dtype the backend does not
+        have.
         """
+        _check_weights(weights, biases)
+        return self._pack(weights, _joined(weights, biases), dtype)
+
+    @abstractmethod
+    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> PackedLinear:
+        """:meth:`pack_linear` of what was looked at. bias: float32 [N], for the backend to keep."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:

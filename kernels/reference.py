@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.array import Array
-from paged_backend.kernels.base import (
-    AttentionInputs,
-    Kernels,
-    LayerCache,
-    PackedLinear,
-    check_weights,
-    join_biases,
-)
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 from paged_backend.kernels.tensor import as_tensor
 
@@ -61,17 +54,13 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
 
-    def pack_linear(
-        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
-    ) -> ReferenceLinear:
+    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> ReferenceLinear:
         if dtype in ("int8", "int4"):
             raise ValueError(f"{dtype} weights need the C kernels; the torch reference kernels have none")
         if dtype not in _STORAGE:
             raise ValueError(f"dtype must be one of {', '.join(_STORAGE)}, got {dtype!r}")
-        check_weights(weights, biases)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
         weight = torch.cat([as_tensor(w).to(_STORAGE[dtype]) for w in weights])
-        bias = join_biases(weights, biases)
         return ReferenceLinear(weight, None if bias is None else as_tensor(bias))
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:

@@ -9,11 +9,9 @@ process-wide settings that change its results.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from paged_backend.kernels.array import Array
 
 LANES = 16
 """Rows of one product: a whole vector of the widest instruction set, and two or four of the others."""

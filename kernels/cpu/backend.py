@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.array import BFLOAT16, Array, float32
-from paged_backend.kernels.base import (
-    AttentionInputs,
-    Kernels,
-    LayerCache,
-    PackedLinear,
-    check_weights,
-    join_biases,
-)
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import WITHOUT_MATRIX_UNIT, KernelBuildError, build
@@ -121,22 +114,18 @@ class CpuKernels(Kernels):
         self._arena = Arena()
         self.threads = min(threads or default_threads(), usable_cores())
 
-    def pack_linear(
-        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
-    ) -> CpuLinear:
+    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> CpuLinear:
         if dtype != "auto" and dtype not in _DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
-        check_weights(weights, biases)
         if dtype == "auto":
             dtype = "bfloat16" if all(self._is_bf16(w) for w in weights) else "float32"
         n, k = sum(len(w) for w in weights), weights[0].shape[1]
         packed = self._arena.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]))
-        bias = join_biases(weights, biases)
         if bias is not None:
             bias = np.pad(bias, (0, self._lib.pb_padded_outputs(n) - n))
         first = 0
         for weight in weights:
-            self._pack(packed.ctypes.data, weight, n, first, _DTYPES[dtype])
+            self._put(packed.ctypes.data, weight, n, first, _DTYPES[dtype])
             first += len(weight)
         return CpuLinear(packed, bias, (n, k), dtype)
 
@@ -146,7 +135,7 @@ class CpuKernels(Kernels):
             return True
         return all(self._lib.pb_bf16_exact(part.ctypes.data, part.size) for _, part in _row_chunks(weight))
 
-    def _pack(self, packed: int, weight: Array, n: int, first: int, code: int) -> None:
+    def _put(self, packed: int, weight: Array, n: int, first: int, code: int) -> None:
         """Put ``weight`` into the packed matrix of n outputs, as those from ``first`` on."""
         k = weight.shape[1]
         for row, part in _row_chunks(weight):

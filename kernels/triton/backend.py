@@ -16,16 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_backend.kernels.array import Array
-from paged_backend.kernels.base import (
-    AttentionInputs,
-    Kernels,
-    LayerCache,
-    PackedLinear,
-    check_weights,
-    join_biases,
-)
+from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import row_linear
-from paged_backend.kernels.tensor import as_tensor, tensor_dtype
+from paged_backend.kernels.tensor import as_tensor, tensor_dtype, tensor_dtype_name
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
@@ -89,25 +82,21 @@ class TritonKernels(Kernels):
 
     # --- linears -------------------------------------------------------------------------------------------------
 
-    def pack_linear(
-        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
-    ) -> DenseLinear | IntLinear:
+    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> DenseLinear | IntLinear:
         """dtype: ``auto`` and the backend's own dtype store that; ``int8`` and ``int4`` as in ``quantize``."""
-        own = str(self.dtype).removeprefix("torch.")
+        own = tensor_dtype_name(self.dtype)
         if dtype not in ("auto", own, "int8", "int4"):
             raise ValueError(
                 f"dtype must be auto, int8, int4 or {own}, the dtype of these kernels' activations; got {dtype!r}"
             )
-        check_weights(weights, biases)
-        joined = join_biases(weights, biases)
-        bias = None if joined is None else as_tensor(joined).to(self.device)
+        on_device = None if bias is None else as_tensor(bias).to(self.device)
         if dtype in ("int8", "int4"):
             pack = quantize.quantize_int8 if dtype == "int8" else quantize.quantize_int4
             parts = [pack(as_tensor(w).to(self.device)) for w in weights]
-            return IntLinear(quantize.join(parts), bias)
+            return IntLinear(quantize.join(parts), on_device)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
         weight = torch.cat([as_tensor(w).to(self.device, self.dtype) for w in weights])
-        return DenseLinear(weight, bias.to(self.dtype) if bias is not None else None)
+        return DenseLinear(weight, on_device.to(self.dtype) if on_device is not None else None)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         if x.shape[-1] != weight.in_features:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paged_backend.kernels.array import BFLOAT16, bfloat16, dtype_name, equal, float32, is_float
+from paged_backend.kernels.array import BFLOAT16, equal, float32, is_float
 from paged_backend.kernels.tensor import as_array, as_tensor
 
 
@@ -14,31 +14,10 @@ def every_bfloat16() -> np.ndarray:
     return np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
 
 
-def hard_floats() -> np.ndarray:
-    """Values around every bfloat16: itself, halves that tie, and their neighbours; infinities and NaN among them."""
-    upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
-    return (upper | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).reshape(-1).view(np.float32)
-
-
 def test_every_bfloat16_widens_as_in_torch():
     wide = float32(every_bfloat16())
     expected = as_tensor(every_bfloat16()).to(torch.float32).numpy()
     np.testing.assert_array_equal(wide.view(np.uint32), expected.view(np.uint32))
-
-
-def test_floats_round_to_bfloat16_as_in_torch():
-    values = hard_floats()
-    ours, theirs = as_tensor(bfloat16(values)), torch.from_numpy(values).to(torch.bfloat16)
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(ours[~ours.isnan()].view(torch.int16), theirs[~theirs.isnan()].view(torch.int16))
-
-
-def test_rounding_a_bfloat16_changes_nothing():
-    array = every_bfloat16()
-    assert bfloat16(array) is array
-    again = bfloat16(float32(array))
-    numbers = ~np.isnan(float32(array))
-    assert (again.view(np.uint16) == array.view(np.uint16))[numbers].all()
 
 
 def test_numpy_does_not_calculate_with_the_bits():
@@ -49,7 +28,7 @@ def test_numpy_does_not_calculate_with_the_bits():
 def test_views_of_a_bfloat16_array_keep_their_dtype():
     matrix = every_bfloat16().reshape(256, 256)
     part = matrix[3::2, 4:].T
-    assert dtype_name(part) == "bfloat16"
+    assert part.dtype == BFLOAT16
     np.testing.assert_array_equal(float32(part), as_tensor(matrix)[3::2, 4:].T.to(torch.float32).numpy())
 
 
@@ -57,7 +36,6 @@ def test_views_of_a_bfloat16_array_keep_their_dtype():
 def test_tensors_and_arrays_share_memory(dtype):
     tensor = torch.arange(6).to(dtype).reshape(2, 3)
     array = as_array(tensor)
-    assert dtype_name(array) == str(dtype).removeprefix("torch.")
     assert is_float(array) == dtype.is_floating_point
     tensor[1, 2] = 9
     back = as_tensor(array)
@@ -72,8 +50,17 @@ def test_floats_of_eight_bits_keep_their_values():
 
 
 def test_equal_compares_values_across_dtypes():
-    array = bfloat16(np.array([1.0, -2.5], np.float32))
+    array = every_bfloat16()[:200].reshape(2, 100)
     assert equal(array, float32(array))
-    assert not equal(array, np.array([1.0, -2.0], np.float32))
-    assert not equal(array, float32(array)[None])
+    assert not equal(array, float32(array)[:, :50])
+    assert not equal(array, float32(array).reshape(100, 2))
     assert not equal(np.array([np.nan]), np.array([np.nan]))
+
+
+@pytest.mark.parametrize("place", [0, 1 << 16, 200_000 - 1])
+def test_equal_looks_at_every_value(place: int):
+    array = np.arange(200_000, dtype=np.float32).reshape(400, 500)
+    other = array.copy()
+    assert equal(array, other)
+    other.reshape(-1)[place] += 1
+    assert not equal(array, other)
