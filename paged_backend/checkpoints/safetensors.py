@@ -130,7 +130,10 @@ def _directory(buffer: mmap.mmap) -> dict[str, _Entry]:
     first = 8 + int.from_bytes(buffer[:8], "little")
     if first > min(len(buffer), _LONGEST_HEADER):
         raise ValueError(f"its header would end at byte {first} of {len(buffer)}")
-    header = json.loads(buffer[8:first].decode("utf-8"))
+    try:
+        header = json.loads(buffer[8:first].decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     header.pop("__metadata__", None)
@@ -138,10 +141,12 @@ def _directory(buffer: mmap.mmap) -> dict[str, _Entry]:
     for name, told in header.items():
         try:
             dtype, shape, (start, stop) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            whole = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from error
-        if not whole or not start <= stop <= len(buffer) - first:
+        if not whole:
+            raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets of the right kind")
+        if not start <= stop <= len(buffer) - first:
             raise ValueError(f"tensor {name!r} lies outside of the file")
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
             raise ValueError(f"tensor {name!r} of {dtype} {list(shape)} has {stop - start} bytes")

@@ -33,7 +33,7 @@ def write(path, header: object, data: bytes = b"") -> None:
     (path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def entry(start: int, stop: int, dtype: str = "F32", shape: object = (2,)) -> dict[str, object]:
+def entry(start: int, stop: int, dtype: object = "F32", shape: object = (2,)) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
@@ -91,12 +91,14 @@ def test_what_has_no_dtype_here_comes_as_bytes_with_its_name(tmp_path):
         ({"a": 1}, "'a' has no dtype, shape and data_offsets"),
         ({"a": {"dtype": "F32", "shape": [2]}}, "'a' has no dtype, shape and data_offsets"),
         ({"a": entry(0, 8, shape=2)}, "'a' has no dtype, shape and data_offsets"),
-        ({"a": entry(0, 8, shape=[-2])}, "'a' lies outside"),
-        ({"a": entry(0, 8, shape=[2.0])}, "'a' lies outside"),
-        ({"a": entry(0, 8, shape=[True, 2])}, "'a' lies outside"),
+        ({"a": entry(0, 8, shape=[-2])}, "'a' has no dtype, shape and data_offsets of the right kind"),
+        ({"a": entry(0, 8, shape=[2.0])}, "'a' has no dtype, shape and data_offsets of the right kind"),
+        ({"a": entry(0, 8, shape=[True, 2])}, "'a' has no dtype, shape and data_offsets of the right kind"),
+        ({"a": entry(0, 8, dtype=["F32"])}, "'a' has no dtype, shape and data_offsets of the right kind"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
         ({"a": entry(4, 12)}, "'a' lies outside"),
         ({"a": entry(8, 0)}, "'a' lies outside"),
-        ({"a": entry(-8, 0)}, "'a' lies outside"),
+        ({"a": entry(-8, 0)}, "'a' has no dtype, shape and data_offsets of the right kind"),
         ({"a": entry(0, 8, shape=[3])}, r"'a' of F32 \[3\] has 8 bytes"),
         ({"a": entry(0, 8, shape=[1 << 62, 8])}, "has 8 bytes"),
         ({"a": entry(0, 8), "b": entry(4, 8, shape=[1])}, "'a' and 'b' overlap"),
