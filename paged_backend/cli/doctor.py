@@ -108,6 +108,7 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
+    from paged_backend.kernels.cpu.cores import usable_cores
     from paged_backend.machine import cpu_name
 
     flags = ""
@@ -123,27 +124,36 @@ def _cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "flags": [flag for flag in wanted if flag in have],
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": usable_cores(),
     }
 
 
 def _threads(warnings: list[str]) -> dict[str, Any]:
+    from paged_backend.kernels.cpu.cores import default_threads, usable_cores
+
+    usable = usable_cores()
+    kernels = min(default_threads(), usable)
     try:
         import torch
     except ImportError:
-        return {"torch": None, "openmp": []}
+        return {"kernels": kernels, "torch": None, "openmp": []}
     runtimes = sorted(_openmp_runtimes())
     if len(runtimes) > 1:
         # two pools of threads on the same cores wait for each other, and may crash at start
         warnings.append(
             f"{len(runtimes)} OpenMP runtimes are loaded ({', '.join(runtimes)}): keep only torch's"
         )
-    threads, usable = torch.get_num_threads(), _cpu()["usable_cores"]
+    threads = torch.get_num_threads()
     if threads > usable:
         warnings.append(
             f"torch uses {threads} threads on {usable} usable cores: set OMP_NUM_THREADS={usable}"
         )
-    return {"torch": threads, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"), "openmp": runtimes}
+    return {
+        "kernels": kernels,
+        "torch": threads,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "openmp": runtimes,
+    }
 
 
 def _openmp_runtimes() -> set[str]:

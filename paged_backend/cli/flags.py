@@ -86,7 +86,7 @@ ENGINE: Mapping[str, Flag] = {
     "max_num_seqs": Flag(int, "Most requests in one step."),
     "max_num_batched_tokens": Flag(int, "Most tokens in one step."),
     "enable_prefix_caching": Flag(bool, "Share the KV of equal prompt beginnings (the default)."),
-    "threads": Flag(int, "Compute threads."),
+    "threads": Flag(int, "Compute threads. Default: OMP_NUM_THREADS, else one for each physical core."),
     "seed": Flag(int, "Makes requests without a seed of their own reproducible.", name="engine-seed"),
 }
 """Every field of EngineConfig but the model, which is an argument, and trust_remote_code, which is always refused."""

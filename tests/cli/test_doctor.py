@@ -23,6 +23,7 @@ def test_json_names_versions_cpu_threads_kernels_memory_and_the_demo_model():
     assert {"server", "langchain", "llama-index", "gguf", "bench", "triton"} == set(report["extras"])
     assert report["cpu"]["usable_cores"] >= 1
     assert report["threads"]["torch"] >= 1
+    assert 1 <= report["threads"]["kernels"] <= report["cpu"]["usable_cores"]
 
 
 def test_build_compiles_the_kernels_into_the_cache(tmp_path, monkeypatch):
