@@ -117,7 +117,10 @@ def test_the_cache_and_the_scheduler_know_no_tensors():
 
 
 LIGHT = (
+    "paged_backend.checkpoints.gguf",
+    "paged_backend.checkpoints.loading",
     "paged_backend.engine.engine",
+    "paged_backend.models.tensors",
     "paged_backend.runner.base",
     "paged_backend.runner.sampler",
     "paged_backend.testing",

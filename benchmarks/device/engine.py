@@ -209,7 +209,7 @@ def prefill_work(decoder: Any, tokens: int) -> int:
 
 
 def random_checkpoint(config: Mapping[str, Any], device: torch.device) -> Any:
-    """A model of this config with random weights, made on ``device`` when they are asked for."""
+    """A model of this config with random weights; made on ``device`` when asked for, and brought to the host."""
     from paged_backend.checkpoints.checkpoint import Checkpoint
     from paged_backend.models.architectures import spec_from_config
     from paged_backend.models.tensors import expected_shapes

@@ -75,7 +75,7 @@ def _through_transformers(
 
     try:
         dtype = config.activation_dtype if config.through_triton else config.dtype
-        if config.threads is not None:  # which of torch's products, whoever asks for them, is process-wide
+        if config.threads is not None:  # of the whole process: modules have no other way to be told
             torch.set_num_threads(config.threads)
         module = load_module(checkpoint, config.quantization or dtype)
         return module_model(config, kernels, checkpoint, module.to(kernels.device))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from paged_backend.batch import Batch
 from paged_backend.errors import DeviceLostError
+from paged_backend.kernels.tensor import as_array
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
@@ -174,7 +174,9 @@ class DeviceRunner(Runner):
         def results() -> list[Result]:
             sampled = sampled_of(drawn())
             if left is not None:
-                for i, other in zip(others, self.sampler.sample(_on_host(left), [rows[i] for i in others])):
+                for i, other in zip(
+                    others, self.sampler.sample(as_array(left.float()), [rows[i] for i in others])
+                ):
                     sampled[i] = other
             return self._results(scheduled, logits, sampled)
 
@@ -216,7 +218,7 @@ class DeviceRunner(Runner):
             count = len(sequence.scored_ids)
             scores: list[Sampled] = []
             if count and logits is not None:
-                scored = _on_host(logits[first : first + count])
+                scored = as_array(logits[first : first + count].float())
                 scores = self.sampler.prompt_logprobs(scored, sequence.scored_ids, sequence.num_top)
             first += len(sequence.logit_rows)
             results.append(Result([next(drawn) for _ in sequence.rows], scores))
@@ -306,9 +308,3 @@ class DeviceRunner(Runner):
                         f"the GPU does not answer any more ({gone}), after: {error}; start a new process"
                     ) from error
             raise
-
-
-def _on_host(logits: Tensor) -> np.ndarray[Any, Any]:
-    """Float32 [R, V] for the host's sampler, of logits of any precision on any device."""
-    values: np.ndarray[Any, Any] = logits.to("cpu", torch.float32).numpy()
-    return values

@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_backend.batch import Batch
 from paged_backend.kernels.array import ITEMSIZE
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
+from paged_backend.kernels.tensor import as_array
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
@@ -63,10 +64,11 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
         batch = Batch.build(scheduled, self.block_size)
-        tensor = self.model.forward(
-            batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
+        logits = as_array(
+            self.model.forward(
+                batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
+            )
         )
-        logits = tensor.float().numpy()
         scores: list[list[Sampled]] = []
         picks: list[int] = []
         rows: list[SampleRow] = []

@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from paged_backend.errors import RequestFailedError, call_user
+from paged_backend.kernels.array import Array
 from paged_backend.runner.history import TokenHistory
 from paged_backend.sampling_params import SamplingParams
 
 _BLOCK = 256  # width of the blocks that maxima and sums are taken over first
-Array = np.ndarray[Any, Any]
 
 
 class Constraint(Protocol):
