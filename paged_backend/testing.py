@@ -107,9 +107,10 @@ class ScriptedRunner(Runner):
         for source, destination in pairs:
             self.memory[destination] = list(self.memory[source])
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def give_back(self, blocks: Sequence[int]) -> bool:
         for block in blocks:
             self.memory[block] = [POISON] * self.block_size
+        return True
 
 
 def scripted_core(
@@ -147,7 +148,7 @@ class AheadRunner(ScriptedRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._queue: list[Callable[[], None]] = []
+        self._queue: list[Callable[[], object]] = []
         self._drawn: list[Sampled | Exception] = []
 
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
@@ -182,8 +183,9 @@ class AheadRunner(ScriptedRunner):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._queue.append(lambda: super(AheadRunner, self).copy_blocks(pairs))
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def give_back(self, blocks: Sequence[int]) -> bool:
         self._queue.append(lambda: super(AheadRunner, self).give_back(blocks))
+        return True
 
 
 class StepGate:

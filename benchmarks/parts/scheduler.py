@@ -66,8 +66,8 @@ class Instant(Runner):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         pass
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        pass
+    def give_back(self, blocks: Sequence[int]) -> bool:
+        return False
 
 
 class Busy(Instant):

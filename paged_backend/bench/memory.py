@@ -128,8 +128,8 @@ class TraceRunner(Runner):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         pass  # there is nothing in the blocks
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        pass  # the pool lives as long as the run
+    def give_back(self, blocks: Sequence[int]) -> bool:
+        return False  # the pool lives as long as the run
 
 
 def run_paged(

@@ -7,16 +7,19 @@ caches), its back holds cached blocks in order of last use. A free cached block 
 ("lazy eviction"): free and cached are one state, with no second budget.
 
 Blocks are numbered from 1 in the order they are first needed; the pool grows one block at a time up to its limit, so
-memory behind the higher numbers is not touched before it is needed.
+memory behind the higher numbers is not touched before it is needed. A block's memory is committed from when it is
+handed out until it is given back; blocks that were given back are on no list and are the first to be committed again.
+Where only cached blocks are free, ``growth`` says whether the coldest is evicted or another block is committed.
 
-Invariants, executable as :meth:`BlockPool.check`: a block is on the free list iff its reference count is 0;
-free + used + null == total.
+Invariants, executable as :meth:`BlockPool.check`: a committed block is on the free list iff its reference count is 0;
+an uncommitted one is neither used nor cached; free + used + null == total.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from paged_backend.cache.growth import Growth
 from paged_backend.errors import PagedBackendError
 
 NULL_BLOCK = 0
@@ -38,15 +41,27 @@ class BlockPool:
         self._previous = [NULL_BLOCK]
         self._next = [NULL_BLOCK]
         self._num_listed = 0
+        self._given_back: list[int] = []  # the next to be committed again is the last
+        self.peak_used = 0
+        self.growth = Growth()
         self._on_evict = on_evict
 
     @property
     def num_free(self) -> int:
-        return self._num_listed + self.num_blocks - len(self.ref_counts)
+        return self._num_listed + self.num_uncommitted
 
     @property
     def num_used(self) -> int:
-        return len(self.ref_counts) - 1 - self._num_listed
+        return self.num_committed - self._num_listed
+
+    @property
+    def num_committed(self) -> int:
+        """Blocks that were handed out since the start or since their memory was last given back."""
+        return len(self.ref_counts) - 1 - len(self._given_back)
+
+    @property
+    def num_uncommitted(self) -> int:
+        return self.num_blocks - len(self.ref_counts) + len(self._given_back)
 
     @property
     def capacity(self) -> int:
@@ -57,17 +72,14 @@ class BlockPool:
         """Hand out ``count`` blocks with reference count 1, or raise :class:`OutOfBlocksError` and change nothing."""
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked, {self.num_free} of {self.capacity} free")
-        return [self._take() for _ in range(count)]
+        blocks = [self._take() for _ in range(count)]
+        self.peak_used = max(self.peak_used, self.num_used)
+        return blocks
 
     def _take(self) -> int:
         block = self._next[NULL_BLOCK]
-        fresh = len(self.ref_counts)
-        if fresh < self.num_blocks and (block == NULL_BLOCK or self._cached[block]):
-            self.ref_counts.append(1)
-            self._cached.append(0)
-            self._previous.append(NULL_BLOCK)
-            self._next.append(NULL_BLOCK)
-            return fresh
+        if block == NULL_BLOCK or (self._cached[block] and self._may_grow()):
+            return self._commit()
         self._unlink(block)
         if self._cached[block]:
             self._on_evict(block)
@@ -75,10 +87,25 @@ class BlockPool:
         self.ref_counts[block] = 1
         return block
 
+    def _may_grow(self) -> bool:
+        return self.num_uncommitted > 0 and self.num_committed < self.growth.limit(self.peak_used)
+
+    def _commit(self) -> int:
+        if self._given_back:
+            block = self._given_back.pop()
+            self.ref_counts[block] = 1
+            return block
+        self.ref_counts.append(1)
+        self._cached.append(0)
+        self._previous.append(NULL_BLOCK)
+        self._next.append(NULL_BLOCK)
+        return len(self.ref_counts) - 1
+
     def acquire(self, block: int) -> None:
         """One more reference to a used block or a free cached one."""
         if self.ref_counts[block] == 0:
             self._unlink(block)
+            self.peak_used = max(self.peak_used, self.num_used)
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -108,14 +135,25 @@ class BlockPool:
                 self._on_evict(block)
                 self._cached[block] = 0
             block = following
+        self.growth.restart()
 
     def forget_cached(self) -> None:
         """No block holds content that can be reused, the used ones included; nobody is told."""
         self._cached = bytearray(len(self._cached))
 
     def free_uncached(self) -> list[int]:
-        """Blocks that were used before and hold nothing of value now, ascending."""
-        return [b for b in range(1, len(self.ref_counts)) if not self.ref_counts[b] and not self._cached[b]]
+        """Committed blocks that hold nothing of value now, ascending."""
+        gone = set(self._given_back)
+        free = (b for b in range(1, len(self.ref_counts)) if not self.ref_counts[b] and not self._cached[b])
+        return [b for b in free if b not in gone]
+
+    def uncommit(self, blocks: Iterable[int]) -> None:
+        """The memory of ``blocks``, some of :meth:`free_uncached`, is the system's again."""
+        for block in blocks:
+            self._unlink(block)
+            self._given_back.append(block)
+        self._given_back.sort(reverse=True)
+        self.peak_used = self.num_used
 
     def _link(self, block: int, at_back: bool) -> None:
         before = self._previous[NULL_BLOCK] if at_back else NULL_BLOCK
@@ -138,7 +176,10 @@ class BlockPool:
                 raise PagedBackendError(f"free list is broken at block {block}")
             listed.add(block)
             block = self._next[block]
-        free = {b for b in range(1, len(self.ref_counts)) if self.ref_counts[b] == 0}
+        gone = set(self._given_back)
+        if len(gone) != len(self._given_back) or any(self.ref_counts[b] or self._cached[b] for b in gone):
+            raise PagedBackendError(f"given back, but used, cached or twice: {sorted(self._given_back)}")
+        free = {b for b in range(1, len(self.ref_counts)) if self.ref_counts[b] == 0} - gone
         if listed != free or len(listed) != self._num_listed:
             raise PagedBackendError(f"on the free list but used, or the reverse: {sorted(listed ^ free)}")
         if self.num_free + self.num_used + 1 != self.num_blocks:

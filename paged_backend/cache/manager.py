@@ -32,10 +32,15 @@ class CacheManager:
         self.window = window
         self.prefix_caching = prefix_caching
         self.prefixes = PrefixCache()
-        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.forget)
+        self.pool = BlockPool(num_blocks, on_evict=self._evict)
         self._copies: dict[int, int] = {}  # destination -> source
         self.prefix_queries = 0
         self.prefix_hits = 0
+
+    def _evict(self, block: int) -> None:
+        node = self.prefixes.forget(block)
+        if not node.blocks:
+            self.pool.growth.evicted(node.digest, self.pool.num_uncommitted)
 
     @property
     def capacity_tokens(self) -> int:
@@ -166,6 +171,7 @@ class CacheManager:
                 node, block = table.path[i], table.block_ids[i]
                 # a forked sibling may have published this very block; another one with the same content is kept too
                 if block != NULL_BLOCK and block not in node.blocks:
+                    self.pool.growth.computed(node.digest)
                     self.prefixes.publish(node, block)
                     self.pool.mark_cached(block)
                 if node.leader is table:
@@ -246,6 +252,7 @@ class CacheManager:
         """
         self.prefixes.reset()
         self.pool.forget_cached()
+        self.pool.growth.restart()
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise :class:`PagedBackendError` if an invariant is broken. ``tables``: all that are open."""

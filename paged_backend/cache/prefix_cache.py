@@ -20,13 +20,16 @@ from paged_backend.errors import PagedBackendError
 
 
 class PrefixNode:
-    """One full block of tokens after ``parent``'s. ``blocks``: blocks that hold its KV, free or used."""
+    """One full block of tokens after ``parent``'s. ``blocks``: blocks that hold its KV, free or used.
 
-    __slots__ = ("blocks", "children", "holders", "key", "leader", "parent")
+    digest: hash of the whole prefix, of which nothing but the growth of the pool depends."""
+
+    __slots__ = ("blocks", "children", "digest", "holders", "key", "leader", "parent")
 
     def __init__(self, parent: PrefixNode | None, key: Hashable) -> None:
         self.parent = parent
         self.key = key
+        self.digest: int = hash((parent.digest if parent is not None else 0, key))
         self.children: dict[Hashable, PrefixNode] = {}
         self.blocks: list[int] = []
         self.holders = 0
@@ -85,11 +88,12 @@ class PrefixCache:
         node.blocks.append(block)
         self._node_of_block[block] = node
 
-    def forget(self, block: int) -> None:
-        """``block`` is about to be handed to somebody else."""
+    def forget(self, block: int) -> PrefixNode:
+        """``block`` is about to be handed to somebody else; returns whose KV it held."""
         node = self._node_of_block.pop(block)
         node.blocks.remove(block)
         self._prune(node)
+        return node
 
     def _prune(self, node: PrefixNode) -> None:
         current: PrefixNode | None = node

@@ -323,10 +323,12 @@ class EngineCore:
         self.cache.check([request.table for request in self.scheduler.requests()])
 
     def trim(self) -> int:
-        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks."""
+        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks
+        that nobody uses any more."""
         self.cache.pool.drop_cached()
         blocks = self.cache.pool.free_uncached()
-        self.runner.give_back(blocks)
+        if self.runner.give_back(blocks):
+            self.cache.pool.uncommit(blocks)
         return len(blocks)
 
     def reset_prefixes(self) -> None:

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of an engine. Counters run from its start; ``kv_waste`` averages over every step."""
+    """One moment of an engine. Counters run from its start; ``kv_waste`` averages over every step.
+
+    kv_committed_bytes: memory of the blocks that were written since the start or since it was given back; what it
+    exceeds the used blocks by holds cached prefixes or nothing.
+    """
 
     num_running: int
     num_waiting: int
@@ -25,6 +29,7 @@ class EngineStats:
     kv_blocks_used: int
     kv_blocks_cached: int
     kv_block_bytes: int
+    kv_committed_bytes: int
     kv_usage: float
     kv_waste: float
     kv_sharing: float
@@ -53,6 +58,7 @@ class EngineStats:
             kv_blocks_used=cache.pool.num_used,
             kv_blocks_cached=cache.prefixes.num_cached_blocks,
             kv_block_bytes=block_bytes,
+            kv_committed_bytes=cache.pool.num_committed * block_bytes,
             kv_usage=cache.pool.num_used / cache.pool.capacity,
             kv_waste=usage.waste,
             kv_sharing=usage.sharing,

@@ -68,8 +68,8 @@ class Runner(ABC):
         """Let go of the model and the KV memory; nothing can be run afterwards."""
 
     @abstractmethod
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Return the memory of ``blocks`` (ascending, holding nothing), where that is possible."""
+    def give_back(self, blocks: Sequence[int]) -> bool:
+        """Return the memory of ``blocks`` (ascending, holding nothing) to the system; False if it is kept."""
 
 
 def drawn_by(row: int) -> int:

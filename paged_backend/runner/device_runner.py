@@ -274,8 +274,9 @@ class DeviceRunner(Runner):
         sent = self._staging.send({"pairs": np.array(pairs, np.int64)})["pairs"]
         self._ids[sent[:, 1]] = self._ids[sent[:, 0]]
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Nothing: a device's pool keeps what it has grown to until the engine closes."""
+    def give_back(self, blocks: Sequence[int]) -> bool:
+        """A device's pool keeps what it has grown to until the engine closes."""
+        return False
 
     def close(self) -> None:
         """Give the memory back now: graphs and runner hold each other, which a collection would find much later."""

@@ -98,10 +98,13 @@ class ModelRunner(Runner):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.kernels.copy_blocks(self.caches, pairs)
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Return the memory of ``blocks`` (ascending, holding nothing) to the operating system; Linux only."""
+    def give_back(self, blocks: Sequence[int]) -> bool:
+        """Return the memory of ``blocks`` (ascending, holding nothing) to the operating system; Linux only.
+
+        Of a page that two blocks share, it goes when both are given back at once.
+        """
         if not sys.platform.startswith("linux") or not blocks:
-            return
+            return False
         libc = ctypes.CDLL(None, use_errno=True)
         page = mmap.PAGESIZE
         runs: list[tuple[int, int]] = []
@@ -120,3 +123,4 @@ class ModelRunner(Runner):
                         libc.madvise(
                             ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
                         )
+        return True

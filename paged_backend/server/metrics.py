@@ -38,6 +38,10 @@ _GAUGES = {
     "num_requests_waiting": ("num_waiting", "Requests that wait for a place in the batch."),
     "kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks in use; 1 is all."),
     "kv_cache_waste_perc": ("kv_waste", "Share of the used KV memory that holds nothing."),
+    "kv_cache_committed_bytes": (
+        "kv_committed_bytes",
+        "Memory of the KV blocks that were written and not given back.",
+    ),
 }
 _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Sequences that had to give back blocks."),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_backend.cache.block_pool import BlockPool, OutOfBlocksError
+from paged_backend.cache.growth import Growth
 from paged_backend.errors import PagedBackendError
 
 
@@ -32,11 +33,70 @@ def test_blocks_without_content_are_reused_before_fresh_and_before_cached_ones()
     pool.mark_cached(cached)
     pool.release([cached, plain])
     assert pool.allocate(1) == [plain]
+    assert pool.num_committed == 2
     assert pool.allocate(1) == [3], "fresh memory before throwing cached content away"
     assert pool.allocate(1) == [4]
     assert evicted == []
     assert pool.allocate(1) == [cached]
     assert evicted == [cached]
+
+
+def one_after_another(pool, count):
+    """Use ``count`` blocks, never two at once, and leave each cached."""
+    blocks = []
+    for _ in range(count):
+        blocks += pool.allocate(1)
+        pool.mark_cached(blocks[-1])
+        pool.release(blocks[-1:])
+    return blocks
+
+
+def test_the_coldest_block_is_reused_once_twice_the_peak_in_use_is_committed():
+    evicted = []
+    pool = BlockPool(1000, evicted.append)
+    assert one_after_another(pool, 5) == [1, 2, 1, 2, 1]
+    assert evicted == [1, 2, 1]
+    assert (pool.num_committed, pool.peak_used) == (2, 1)
+
+
+def test_blocks_in_use_are_never_bounded_by_what_is_committed():
+    pool = BlockPool(6)
+    assert pool.allocate(2) + pool.allocate(3) == [1, 2, 3, 4, 5]
+
+
+def test_each_regret_allows_one_block_more():
+    pool = BlockPool(1000)
+    one_after_another(pool, 5)
+    pool.growth.evicted(77, pool.num_uncommitted)
+    pool.growth.computed(77)
+    pool.growth.computed(77)
+    pool.growth.computed(78)
+    one_after_another(pool, 9)
+    assert (pool.growth.num_regrets, pool.num_committed) == (1, 3)
+
+
+def test_what_is_remembered_of_the_evicted_is_no_longer_than_what_memory_is_left_for():
+    growth = Growth()
+    for digest in range(10):
+        growth.evicted(digest, uncommitted=3)
+    for digest in range(10):
+        growth.computed(digest)
+    assert growth.num_regrets == 3
+    growth.evicted(5, uncommitted=0)
+    growth.computed(5)
+    assert growth.num_regrets == 3, "a full pool cannot grow, so nothing is regretted"
+
+
+def test_memory_that_was_given_back_is_committed_anew():
+    pool = BlockPool(8)
+    _used, *others = pool.allocate(4)
+    pool.release(others)
+    pool.uncommit(pool.free_uncached())
+    pool.check()
+    assert (pool.num_committed, pool.num_used, pool.num_free) == (1, 1, 6)
+    assert pool.free_uncached() == [], "nothing is given back twice"
+    assert pool.allocate(1) == [2], "the lowest comes first"
+    assert pool.num_committed == 2
 
 
 def test_cached_blocks_are_evicted_in_order_of_last_use():
@@ -90,10 +150,11 @@ def test_dropped_cache_can_be_given_back():
     pool.check()
 
 
-@given(st.lists(st.tuples(st.sampled_from("aafrcd"), st.integers(0, 30)), max_size=120))
+@given(st.lists(st.tuples(st.sampled_from("aafrcdg"), st.integers(0, 30)), max_size=120))
 def test_any_trace_keeps_every_invariant(trace):
     pool = BlockPool(9)
     held: list[int] = []
+    peak = 0
     for action, number in trace:
         if action == "a" and number % 4 <= pool.num_free:
             held += pool.allocate(number % 4)
@@ -106,7 +167,11 @@ def test_any_trace_keeps_every_invariant(trace):
             pool.mark_cached(held[number % len(held)])
         elif action == "d":
             pool.drop_cached()
+        elif action == "g":
+            pool.uncommit(pool.free_uncached())
         pool.check()
         assert pool.num_used == len(set(held))
+        assert pool.num_committed + pool.num_uncommitted == pool.capacity
+        assert pool.num_committed <= pool.growth.limit(peak := max(peak, pool.num_used))
     pool.release(held)
     assert pool.num_free == pool.capacity

@@ -19,6 +19,45 @@ def test_reserve_is_all_or_nothing():
     assert cache.reserve(table, 0, 8)
 
 
+def answer(cache, prompt):
+    """Compute ``prompt`` alone; returns how many of its blocks were hits."""
+    table = cache.open(prompt)
+    hits = cache.match(table, len(prompt))
+    cache.adopt(table, hits)
+    assert cache.reserve(table, len(hits) * SIZE, len(prompt))
+    cache.commit(table, prompt, len(prompt))
+    cache.free(table)
+    cache.check([])
+    return len(hits)
+
+
+def test_prompts_that_never_return_commit_twice_the_peak_in_use():
+    cache = CacheManager(1000, SIZE)
+    for number in range(100):
+        answer(cache, [number] * 3 * SIZE)
+    assert (cache.pool.peak_used, cache.pool.num_committed) == (3, 6)
+
+
+def test_prompts_that_return_grow_the_cache_until_all_of_them_stay():
+    # 20 prompts in turn are the worst case of least recently used: without growth nobody would ever hit
+    cache = CacheManager(1000, SIZE)
+    prompts = [[number] * 3 * SIZE for number in range(20)]
+    rounds = [sum(answer(cache, prompt) for prompt in prompts) for _ in range(6)]
+    assert rounds[0] == 0
+    assert rounds[-1] == 20 * 2, "all but the block of each prompt's last token"
+    assert cache.pool.num_committed <= 20 * 3 + 6
+
+
+def test_after_a_reset_nothing_is_regretted():
+    cache = CacheManager(1000, SIZE)
+    prompts = [[number] * 3 * SIZE for number in range(20)]
+    for prompt in prompts:
+        answer(cache, prompt)
+    cache.reset_prefixes()
+    answer(cache, prompts[0])
+    assert cache.pool.growth.num_regrets == 0
+
+
 def test_fork_shares_every_block_and_the_first_writer_copies_the_tail():
     cache = CacheManager(10, SIZE)
     one = cache.open(range(6))

@@ -12,6 +12,7 @@ import pytest
 
 from paged_backend import testing
 from paged_backend.engine.request import Request
+from paged_backend.engine.stats import EngineStats
 from paged_backend.errors import ContextOverflowError, RequestFailedError, RequestRejectedError
 from paged_backend.runner.sampler import Sampler
 from paged_backend.sampling_params import BeamSearch, SamplingParams
@@ -427,9 +428,22 @@ def test_trim_gives_back_every_unused_block(scripted_core):
     make(core, "a", prompt)
     drain(core)
     assert core.cache.prefixes.num_cached_blocks > 0
-    assert core.trim() >= 7
+    committed = core.cache.pool.num_committed
+    assert committed >= 7
+    assert EngineStats.of(core, 0, 0, 1000, "ok").kv_committed_bytes == committed * 1000
+    assert core.trim() == committed
+    assert core.cache.pool.num_committed == 0
     make(core, "b", prompt)
     assert drain(core)["b", 0][0] == expected(prompt, 8)
+
+
+def test_memory_that_a_runner_keeps_stays_committed(scripted_core, monkeypatch):
+    core = scripted_core(60)
+    make(core, "a", list(range(100)))
+    drain(core)
+    committed = core.cache.pool.num_committed
+    monkeypatch.setattr(core.runner, "give_back", lambda blocks: False)
+    assert core.trim() == core.cache.pool.num_committed == committed
 
 
 def test_after_a_reset_nobody_hits_what_was_computed_before_or_from_it(scripted_core):

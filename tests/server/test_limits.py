@@ -196,7 +196,8 @@ def test_health_metrics_and_stats(server):
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/ready").status_code == 200
     text = server.get("/metrics").text
-    for name in ("num_requests_running", "kv_cache_usage_perc", "prefix_cache_hits_total", "generation_tokens_total",
+    for name in ("num_requests_running", "kv_cache_usage_perc", "kv_cache_committed_bytes", "prefix_cache_hits_total",
+                 "generation_tokens_total",
                  "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_count",
                  "e2e_request_latency_seconds_sum", "request_success_total"):  # fmt: skip
         assert f"paged_backend:{name}" in text
