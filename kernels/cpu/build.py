@@ -9,12 +9,14 @@ to OpenMP or to torch.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -98,7 +100,8 @@ def build(extra_flags: tuple[str, ...] | None = None) -> Path:
                 _sweep(library.parent)
                 logger.warning("compiling the kernels, once, about 10 s")
                 sources = [path for path in _sources() if path.suffix == ".c"]
-                _compile(find_compiler(), _flags(extra_flags), sources, library)
+                compiler = find_compiler()
+                _compile(compiler, _flags(compiler, extra_flags), sources, library)
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     return library
@@ -118,23 +121,26 @@ def check() -> None:
         source, shared = Path(scratch) / "empty.c", Path(scratch) / "empty.so"
         source.touch()
         compiler = find_compiler()
-        _run([[*compiler, *_flags(None), "-shared", str(source), "-o", str(shared)]])
+        _run([[*compiler, *_flags(compiler, None), "-shared", str(source), "-o", str(shared)]])
         if not shared.exists():
             raise KernelBuildError(f"{shlex.join(compiler)} compiles nothing: set CC to a working C compiler")
 
 
 def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
     """Where :func:`build` puts the library for these sources and flags, this compiler and machine."""
-    return cache_dir() / f"kernels-{_key(find_compiler(), _flags(extra_flags), _sources())}.so"
+    compiler = find_compiler()
+    return cache_dir() / f"kernels-{_key(compiler, _flags(compiler, extra_flags), _sources())}.so"
 
 
-def _flags(extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
-    if extra_flags is not None:
-        return _FLAGS + extra_flags
-    target = os.environ.get("PAGED_BACKEND_TARGET") or "native"
-    if target not in TARGETS:
-        raise KernelBuildError(f"PAGED_BACKEND_TARGET={target!r} is none of {', '.join(TARGETS)}")
-    return _FLAGS + TARGETS[target]
+def _flags(compiler: list[str], extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
+    if extra_flags is None:
+        target = os.environ.get("PAGED_BACKEND_TARGET") or "native"
+        if target not in TARGETS:
+            raise KernelBuildError(f"PAGED_BACKEND_TARGET={target!r} is none of {', '.join(TARGETS)}")
+        extra_flags = TARGETS[target]
+    if not extra_flags and _is_zig(compiler):
+        extra_flags = ("-mcpu=baseline",)  # which others take by default; zig takes the machine's own
+    return _FLAGS + extra_flags
 
 
 def _sources() -> list[Path]:
@@ -142,19 +148,34 @@ def _sources() -> list[Path]:
 
 
 def find_compiler() -> list[str]:
-    """The command ``CC`` names, else the first of cc, gcc and clang."""
+    """The command ``CC`` names, else the first of cc, gcc and clang, else the ``ziglang`` package of this Python."""
     chosen = os.environ.get("CC")
     for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
         command = shlex.split(candidate)
         path = shutil.which(command[0])
         if path:
             return [path, *command[1:]]
-    where = f"CC={chosen!r} names no program" if chosen else "there is no cc, gcc or clang on PATH"
-    raise KernelBuildError(f"{where}; install a C compiler (for instance `apt install gcc`) or set CC to one")
+    if chosen:
+        where = f"CC={chosen!r} names no program; set CC to a C compiler, or unset it and"
+    elif importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    else:
+        where = "there is no C compiler: no cc, gcc or clang on PATH;"
+    raise KernelBuildError(f"{where} `pip install ziglang`, which brings one")
+
+
+def _is_zig(compiler: list[str]) -> bool:
+    return compiler[-1] == "cc" and ("ziglang" in compiler or Path(compiler[0]).stem == "zig")
+
+
+def _program(compiler: list[str]) -> str:
+    """The file that another version of the compiler replaces: behind ``python -m ziglang`` that is not Python's."""
+    package = importlib.util.find_spec("ziglang") if "ziglang" in compiler else None
+    return os.path.realpath(package.origin if package and package.origin else compiler[0])
 
 
 def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:
-    stat = os.stat(os.path.realpath(compiler[0]))
+    stat = os.stat(_program(compiler))
     digest = hashlib.sha256()
     digest.update(repr((compiler, stat.st_size, stat.st_mtime_ns, flags, _cpu_features())).encode())
     for source in sources:

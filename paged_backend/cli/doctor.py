@@ -34,6 +34,7 @@ _EXTRAS = {
     "gguf": ("gguf",),
     "bench": ("matplotlib",),
     "triton": ("triton",),
+    "compiler": ("ziglang",),
 }
 """The packages of each extra. Nothing is wrong where they are missing."""
 _FLAGS = (

@@ -20,7 +20,9 @@ def test_json_names_versions_cpu_threads_kernels_memory_and_the_demo_model():
     assert set(report) == {*SECTIONS, "warnings", "problems"}
     assert report["versions"]["torch"] is not None
     assert report["versions"]["llguidance"] is not None
-    assert {"server", "langchain", "llama-index", "gguf", "bench", "triton"} == set(report["extras"])
+    assert {"server", "langchain", "llama-index", "gguf", "bench", "triton", "compiler"} == set(
+        report["extras"]
+    )
     assert report["cpu"]["usable_cores"] >= 1
     assert report["threads"]["torch"] >= 1
     assert 1 <= report["threads"]["kernels"] <= report["cpu"]["usable_cores"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from packing import pack
 
 from paged_backend.kernels.cpu import build as build_module
-from paged_backend.kernels.cpu.backend import CpuKernels
+from paged_backend.kernels.cpu.backend import _SIGNATURES, CpuKernels
 from paged_backend.kernels.cpu.build import TARGETS, KernelBuildError, build
 from paged_backend.kernels.select import select_kernels
 
@@ -154,6 +155,104 @@ def test_a_check_finds_a_cache_that_cannot_be_written(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/x")
     with pytest.raises(KernelBuildError, match="PAGED_BACKEND_CACHE"):
         build_module.check()
+
+
+@pytest.fixture
+def fake_ziglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``ziglang`` package whose compiler hands out a library that is there, and no other compiler on the path."""
+    built = build()
+    package = tmp_path / "site" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import pathlib, shutil, sys\n"
+        f"pathlib.Path({str(tmp_path / 'calls')!r}).open('a').write(' '.join(sys.argv[1:]) + chr(10))\n"
+        f"shutil.copy({str(built)!r}, sys.argv[-1])\n"
+    )
+    _only_compiler(package.parent, tmp_path, monkeypatch)
+    return package
+
+
+def _only_compiler(site: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no-programs").mkdir()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
+    if site is not None:
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.setenv("PYTHONPATH", str(site))
+
+
+def test_without_a_system_compiler_that_of_ziglang_is_taken(
+    fake_ziglang: Path, empty_cache: Path, tmp_path: Path
+) -> None:
+    assert build_module.find_compiler() == [sys.executable, "-m", "ziglang", "cc"]
+    build_module.check()
+    library = build()
+    assert select_kernels("c").name == "c"
+    lines = (tmp_path / "calls").read_text().splitlines()
+    assert all(line.startswith("cc ") for line in lines)
+    assert sum(f"{empty_cache}" in line and "-shared" in line for line in lines) == 1
+    assert library.parent == empty_cache
+
+
+def test_a_system_compiler_comes_before_ziglang(
+    fake_ziglang: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gcc = tmp_path / "no-programs" / "gcc"
+    gcc.write_text("#!/bin/sh\n")
+    gcc.chmod(0o755)
+    assert build_module.find_compiler() == [str(gcc)]
+    monkeypatch.setenv("CC", "no-such-compiler")  # what is named and missing is an error, not another's turn
+    with pytest.raises(KernelBuildError, match="'no-such-compiler' names no program"):
+        build_module.find_compiler()
+
+
+def test_another_ziglang_has_another_library(fake_ziglang: Path, empty_cache: Path) -> None:
+    before = build_module.library_path()
+    assert before == build_module.library_path()
+    (fake_ziglang / "__init__.py").write_text("# a new version")
+    assert build_module.library_path() != before
+
+
+def test_zig_takes_the_portable_target_for_any_machine_and_not_for_this_one(fake_ziglang: Path) -> None:
+    zig = build_module.find_compiler()
+    assert "-mcpu=baseline" in build_module._flags(zig, TARGETS["portable"])
+    assert "-mcpu=baseline" in build_module._flags(["/opt/zig", "cc"], TARGETS["portable"])
+    assert build_module._flags(zig, TARGETS["avx2"]) == build_module._flags(["/usr/bin/cc"], TARGETS["avx2"])
+    assert "-mcpu=baseline" not in build_module._flags(["/usr/bin/cc"], TARGETS["portable"])
+
+
+def test_without_any_compiler_the_error_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only_compiler(None, tmp_path, monkeypatch)
+    monkeypatch.setattr(build_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KernelBuildError, match="pip install ziglang") as caught:
+        build_module.find_compiler()
+    assert "\n" not in str(caught.value)
+
+
+_PLATFORMS = [
+    "x86_64-linux-gnu.2.17",
+    "aarch64-linux-gnu.2.17",
+    "x86_64-macos",
+    "aarch64-macos",
+    "x86_64-windows-gnu",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform_name", _PLATFORMS)
+def test_the_sources_link_for_every_platform(platform_name: str, tmp_path: Path) -> None:
+    pytest.importorskip("ziglang", reason="needs: pip install ziglang")
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", platform_name]
+    sources = [path for path in build_module._sources() if path.suffix == ".c"]
+    library = tmp_path / "kernels"
+    command = [*zig, *build_module._FLAGS, "-shared", *map(str, sources), "-o", str(library)]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert not done.returncode, done.stderr[-800:]
+    exported = set(re.findall(rb"pb_[a-z0-9_]+", library.read_bytes()))
+    assert {name.encode() for name in _SIGNATURES} <= exported
 
 
 def test_flags_are_part_of_the_key() -> None:
