@@ -17,6 +17,14 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
+#if defined(_WIN32) /* has no aligned_alloc, and what it has instead takes its own free */
+#include <malloc.h>
+#define allocate_aligned(bytes) _aligned_malloc(bytes, 64)
+#define free_aligned _aligned_free
+#else
+#define allocate_aligned(bytes) aligned_alloc(64, bytes)
+#define free_aligned free
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #define pause_cpu() __builtin_ia32_pause()
 #elif defined(__aarch64__)
@@ -208,9 +216,9 @@ void *pb_thread_memory(int use, int64_t bytes) {
     static _Thread_local void *memory[2];
     static _Thread_local int64_t size[2];
     if (bytes > size[use]) {
-        free(memory[use]);
+        free_aligned(memory[use]);
         size[use] = (bytes + 63) / 64 * 64;
-        memory[use] = aligned_alloc(64, (size_t)size[use]);
+        memory[use] = allocate_aligned((size_t)size[use]);
         if (!memory[use]) abort();
     }
     return memory[use];
