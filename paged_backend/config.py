@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,6 +32,9 @@ class EngineConfig:
     num_blocks: KV pool limit in blocks; None sizes it by ``kv_cache_memory``.
     kv_cache_memory: pool limit in bytes; None takes a quarter of the memory that the process may use, or most of
         what the weights leave free on a GPU. Memory is committed only when a block is first used.
+    kv_cache_idle_timeout: seconds without work after which an engine gives back the memory of all KV blocks, those of
+        cached prefixes included; 0 keeps them. None takes 300 (hosted APIs keep a prompt for five minutes, too), and
+        0 on a GPU and outside of Linux, where the pool keeps its memory.
     max_num_seqs: most requests in one step. max_num_batched_tokens: token budget of one step; None takes 512, on a GPU
         2048, which such a card needs to be busy.
     enable_prefix_caching: share KV of equal prompt prefixes.
@@ -51,6 +55,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_idle_timeout: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -96,6 +101,7 @@ class EngineConfig:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("give num_blocks or kv_cache_memory, not both")
         # decided here, so that who names the default and who leaves it out have equal configs
+        object.__setattr__(self, "kv_cache_idle_timeout", self._decided_idle_timeout())
         object.__setattr__(self, "max_num_batched_tokens", self.token_budget)
         if self.token_budget < self.max_num_seqs:
             # every running request must be able to decode one token in each step
@@ -130,6 +136,20 @@ class EngineConfig:
         if self.through_triton:
             return self.activation_dtype
         return "float32" if self.quantization is None else "bfloat16"
+
+    def _decided_idle_timeout(self) -> float:
+        value = self.kv_cache_idle_timeout
+        keeps = self.through_triton or not sys.platform.startswith("linux")
+        if value is None:
+            return 0.0 if keeps else 300.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise ValueError(f"kv_cache_idle_timeout must be a number of seconds >= 0, got {value!r}")
+        if value and keeps:
+            raise ValueError(
+                f"kv_cache_idle_timeout={value} needs the CPU kernels on Linux: elsewhere the KV pool keeps its "
+                "memory; leave it out or set it to 0"
+            )
+        return float(value)
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:

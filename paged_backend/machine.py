@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -25,7 +26,8 @@ def cpu_name() -> str:
 
 def usable_memory() -> int:
     """Bytes that this process may have: the machine's memory, or the limit of its container or service."""
-    return min([_physical_memory(), *_cgroup_limits()])
+    limits = (group.limit() for group in memory_groups())
+    return min([_physical_memory(), *(limit for limit in limits if limit is not None)])
 
 
 def _physical_memory() -> int:
@@ -47,27 +49,60 @@ class _MemoryStatus(ctypes.Structure):
     )
 
 
-def _cgroup_limits() -> list[int]:
-    """What Linux holds this process to: its control group and those above it, of either version."""
-    limits = []
-    try:
-        lines = _OWN_CGROUPS.read_text("utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A control group of Linux to which this process' memory is counted. version: of the interface, 1 or 2."""
+
+    folder: Path
+    version: int
+
+    def limit(self) -> int | None:
+        """Bytes; None where there is no limit: the root has none, and in a container a group may be mounted there."""
+        return self._number("memory.max" if self.version == 2 else "memory.limit_in_bytes")
+
+    def used(self) -> int:
+        """Bytes, those of files that the system keeps because nobody else needs the memory included."""
+        return self._number("memory.current" if self.version == 2 else "memory.usage_in_bytes") or 0
+
+    def file_cache(self) -> int:
+        """Bytes that files take of what is used."""
+        prefix = (
+            b"" if self.version == 2 else b"total_"
+        )  # the older one counts groups below only by that name
+        names = (prefix + b"active_file", prefix + b"inactive_file")
+        lines = (line.partition(b" ") for line in read_bytes(self.folder / "memory.stat").splitlines())
+        return sum(int(value) for name, _, value in lines if name in names)
+
+    def _number(self, name: str) -> int | None:
+        text = read_bytes(self.folder / name).strip()
+        return int(text) if text.isdigit() else None
+
+
+def memory_groups() -> list[MemoryGroup]:
+    """This process' control group and those above it, of either version; none where there is no such thing."""
+    groups = []
+    for line in read_bytes(_OWN_CGROUPS).decode().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _CGROUPS / "memory" if controllers else _CGROUPS
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            try:
-                text = (folder / name).read_text("ascii").strip()
-            except OSError:  # the root has no limit; in a container its own group may be mounted as the root
-                text = "max"
-            if text.isdecimal():
-                limits.append(int(text))
+            groups.append(MemoryGroup(folder, 1 if controllers else 2))
             if folder == root:
                 break
-    return limits
+    return groups
+
+
+def read_bytes(path: Path) -> bytes:
+    """What the system says in a file; nothing if it has no such file."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)

@@ -45,7 +45,7 @@ FLOORS = """
     kernels.select
     kernels.cpu kernels.triton
     kernels
-    logs token_ids tokenization
+    logs memory_pressure token_ids tokenization
     notices config errors machine folders
     outputs neutral
 """

@@ -126,14 +126,16 @@ class BlockPool:
         """The (used) block's content can be reused after it is freed."""
         self._cached[block] = 1
 
-    def drop_cached(self) -> None:
-        """Evict every free cached block; its memory may then be given back."""
+    def drop_cached(self, least: int | None = None) -> None:
+        """Make all free blocks hold nothing, or at least ``least`` of those that are committed, the coldest first."""
+        left = self._num_listed if least is None else least
         block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
+        while block != NULL_BLOCK and left > 0:
             following = self._next[block]
             if self._cached[block]:
                 self._on_evict(block)
                 self._cached[block] = 0
+            left -= 1
             block = following
         self.growth.restart()
 
@@ -141,18 +143,16 @@ class BlockPool:
         """No block holds content that can be reused, the used ones included; nobody is told."""
         self._cached = bytearray(len(self._cached))
 
-    def free_uncached(self) -> list[int]:
-        """Committed blocks that hold nothing of value now, ascending."""
-        gone = set(self._given_back)
-        free = (b for b in range(1, len(self.ref_counts)) if not self.ref_counts[b] and not self._cached[b])
-        return [b for b in free if b not in gone]
+    def empty(self) -> list[int]:
+        """Blocks that were used before and hold nothing of value now, ascending; those given back are among them."""
+        return [b for b in range(1, len(self.ref_counts)) if not self.ref_counts[b] and not self._cached[b]]
 
-    def uncommit(self, blocks: Iterable[int]) -> None:
-        """The memory of ``blocks``, some of :meth:`free_uncached`, is the system's again."""
-        for block in blocks:
+    def uncommit(self) -> None:
+        """The memory of all blocks that are :meth:`empty` is the system's again."""
+        blocks = self.empty()
+        for block in set(blocks).difference(self._given_back):
             self._unlink(block)
-            self._given_back.append(block)
-        self._given_back.sort(reverse=True)
+        self._given_back = blocks[::-1]
         self.peak_used = self.num_used
 
     def _link(self, block: int, at_back: bool) -> None:

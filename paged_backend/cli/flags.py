@@ -83,6 +83,10 @@ ENGINE: Mapping[str, Flag] = {
     "block_size": Flag(int, "Tokens per KV block."),
     "num_blocks": Flag(int, "Size of the KV pool in blocks."),
     "kv_cache_memory": Flag(int, "Size of the KV pool in bytes. Default: up to a quarter of the memory."),
+    "kv_cache_idle_timeout": Flag(
+        float,
+        "Seconds without work until the memory of cached prefixes is given back; 0 keeps it. Default: 300.",
+    ),
     "max_num_seqs": Flag(int, "Most requests in one step."),
     "max_num_batched_tokens": Flag(int, "Most tokens in one step."),
     "enable_prefix_caching": Flag(bool, "Share the KV of equal prompt beginnings (the default)."),

@@ -322,14 +322,18 @@ class EngineCore:
         """Raise if a cache invariant is broken or a block leaked."""
         self.cache.check([request.table for request in self.scheduler.requests()])
 
-    def trim(self) -> int:
-        """Drop all cached prefixes that no request uses and give their memory back; returns the number of blocks
-        that nobody uses any more."""
-        self.cache.pool.drop_cached()
-        blocks = self.cache.pool.free_uncached()
-        if self.runner.give_back(blocks):
-            self.cache.pool.uncommit(blocks)
-        return len(blocks)
+    def trim(self, least: int | None = None) -> int:
+        """Drop cached prefixes that no request uses, all or the coldest, and give back the memory of whatever holds
+        nothing; returns the number of blocks given back.
+
+        least: blocks that are to be given back if so many are unused; None: all.
+        """
+        pool = self.cache.pool
+        before = pool.num_committed
+        pool.drop_cached(least)
+        if self.runner.give_back(pool.empty()):  # all of them, for the pages that neighbours share
+            pool.uncommit()
+        return before - pool.num_committed
 
     def reset_prefixes(self) -> None:
         """Forget all cached prefixes, those in use included. What runs goes on and publishes nothing of it."""

@@ -16,7 +16,9 @@ from paged_backend.engine.loop import EngineLoop, Lease
 from paged_backend.engine.request import Request
 from paged_backend.engine.stats import EngineStats
 from paged_backend.engine.stream import RequestHandle, RequestState
+from paged_backend.engine.trimmer import Trimmer
 from paged_backend.errors import EngineClosedError, RequestRejectedError
+from paged_backend.memory_pressure import MemoryPressure
 from paged_backend.outputs import RequestOutput
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.tokenization import ChatTokenizer
@@ -65,7 +67,9 @@ class Engine:
         eos, defaults = tuple(eos_token_ids), dict(generation_config or {})
         grammars = GrammarCompiler(tokenizer, eos)
         inputs = InputProcessor(core.limits, tokenizer, grammars, eos, defaults, config.seed)
-        loop = EngineLoop(core)
+        loop = EngineLoop(
+            core, Trimmer(core, block_bytes, config.kv_cache_idle_timeout or 0.0, MemoryPressure().missing)
+        )
         self.model = OpenModel(
             loop, config, tokenizer, eos, defaults, grammars, inputs, block_bytes, dict(effective or {})
         )
@@ -228,7 +232,8 @@ class Engine:
         )
 
     def trim(self) -> int:
-        """Drop cached prefixes that nobody uses, give their memory back; returns the number of blocks."""
+        """Drop cached prefixes that nobody uses, give their memory back; returns the number of blocks given back: none
+        on a GPU and outside of Linux, where the pool keeps its memory."""
         return self.call(self._core.trim)
 
     def reset_prefix_cache(self) -> None:

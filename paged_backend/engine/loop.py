@@ -24,6 +24,7 @@ from typing import TypeVar
 from paged_backend.engine.core import EngineCore, Update
 from paged_backend.engine.request import Request
 from paged_backend.engine.stream import RequestState
+from paged_backend.engine.trimmer import Trimmer
 from paged_backend.errors import (
     DeviceLostError,
     EngineClosedError,
@@ -71,8 +72,9 @@ class EngineLoop:
     any. So an engine that nobody uses ends itself, in its own thread.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, trimmer: Trimmer) -> None:
         self.core = core
+        self._trimmer = trimmer
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._failure: str | None = None
@@ -242,6 +244,7 @@ class EngineLoop:
                 continue
             try:
                 self._outbox.put(core.step())
+                self._trimmer.after_step()
                 if not core.has_work:
                     core.check()  # a leak or a broken table becomes loud while nobody is harmed
             except DeviceLostError:
@@ -252,9 +255,13 @@ class EngineLoop:
     def _act(self, wait: bool) -> None:
         """Do what was asked for; wait for something to do if there is nothing else."""
         while wait or not self._inbox.empty():
+            try:
+                action = self._inbox.get(timeout=self._trimmer.patience() if wait else None)
+            except queue.Empty:
+                action = self._trimmer.idle
             wait = False
             try:
-                self._inbox.get()()
+                action()
             except Exception as error:
                 self._recover(error)
 

@@ -69,7 +69,7 @@ class Runner(ABC):
 
     @abstractmethod
     def give_back(self, blocks: Sequence[int]) -> bool:
-        """Return the memory of ``blocks`` (ascending, holding nothing) to the system; False if it is kept."""
+        """Return the memory of ``blocks`` (ascending, holding nothing) to the system; False if it keeps all of it."""
 
 
 def drawn_by(row: int) -> int:

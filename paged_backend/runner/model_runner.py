@@ -103,9 +103,10 @@ class ModelRunner(Runner):
 
         Of a page that two blocks share, it goes when both are given back at once.
         """
-        if not sys.platform.startswith("linux") or not blocks:
+        if not sys.platform.startswith("linux"):
             return False
-        libc = ctypes.CDLL(None, use_errno=True)
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
         page = mmap.PAGESIZE
         runs: list[tuple[int, int]] = []
         for block in blocks:
@@ -115,12 +116,10 @@ class ModelRunner(Runner):
                 runs.append((block, block + 1))
         for cache in self.caches:
             for tensor in (cache.key, cache.value):
-                size = tensor[0].nbytes
+                first, size = tensor.data_ptr(), tensor[0].nbytes
                 for low, high in runs:
-                    start = -(-(tensor.data_ptr() + low * size) // page) * page
-                    stop = (tensor.data_ptr() + high * size) // page * page
+                    start = -(-(first + low * size) // page) * page
+                    stop = (first + high * size) // page * page
                     if stop > start:
-                        libc.madvise(
-                            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
-                        )
+                        madvise(start, stop - start, mmap.MADV_DONTNEED)
         return True

@@ -91,10 +91,15 @@ def test_memory_that_was_given_back_is_committed_anew():
     pool = BlockPool(8)
     _used, *others = pool.allocate(4)
     pool.release(others)
-    pool.uncommit(pool.free_uncached())
+    pool.uncommit()
     pool.check()
     assert (pool.num_committed, pool.num_used, pool.num_free) == (1, 1, 6)
-    assert pool.free_uncached() == [], "nothing is given back twice"
+    assert pool.empty() == others, (
+        "a page shared with one of them can go when its neighbour is given back later"
+    )
+    pool.uncommit()
+    pool.check()
+    assert pool.num_committed == 1, "nothing is given back twice"
     assert pool.allocate(1) == [2], "the lowest comes first"
     assert pool.num_committed == 2
 
@@ -146,7 +151,22 @@ def test_dropped_cache_can_be_given_back():
         pool.mark_cached(block)
     pool.release(blocks[1:])
     pool.drop_cached()
-    assert pool.free_uncached() == blocks[1:]
+    assert pool.empty() == blocks[1:]
+    pool.check()
+
+
+def test_of_the_free_blocks_the_coldest_are_dropped_and_those_that_hold_nothing_count_first():
+    evicted = []
+    pool = BlockPool(9, evicted.append)
+    blocks = pool.allocate(6)
+    for block in blocks[1:]:
+        pool.mark_cached(block)
+    pool.release(blocks[:5][::-1])
+    pool.drop_cached(3)
+    assert evicted == [blocks[4], blocks[3]]
+    assert pool.empty() == [blocks[0], blocks[3], blocks[4]]
+    pool.drop_cached(0)
+    assert len(evicted) == 2
     pool.check()
 
 
@@ -166,9 +186,9 @@ def test_any_trace_keeps_every_invariant(trace):
         elif action == "c" and held:
             pool.mark_cached(held[number % len(held)])
         elif action == "d":
-            pool.drop_cached()
+            pool.drop_cached(number)
         elif action == "g":
-            pool.uncommit(pool.free_uncached())
+            pool.uncommit()
         pool.check()
         assert pool.num_used == len(set(held))
         assert pool.num_committed + pool.num_uncommitted == pool.capacity

@@ -443,7 +443,22 @@ def test_memory_that_a_runner_keeps_stays_committed(scripted_core, monkeypatch):
     drain(core)
     committed = core.cache.pool.num_committed
     monkeypatch.setattr(core.runner, "give_back", lambda blocks: False)
-    assert core.trim() == core.cache.pool.num_committed == committed
+    assert core.trim() == 0
+    assert core.cache.pool.num_committed == committed
+
+
+def test_a_trim_gives_back_as_many_blocks_as_are_wanted_and_the_coldest_prefixes(scripted_core):
+    core = scripted_core(60, block_size=4)
+    for number in range(3):
+        make(core, f"{number}", [number] * 40)
+        drain(core)
+    committed, cached = core.cache.pool.num_committed, core.cache.prefixes.num_cached_blocks
+    assert core.trim(7) == 7
+    assert core.cache.pool.num_committed == committed - 7
+    assert cached - 7 <= core.cache.prefixes.num_cached_blocks < cached
+    assert core.trim(1000) == committed - 7
+    make(core, "again", [2] * 40)
+    assert drain(core)["again", 0][0] == expected([2] * 40, 8)
 
 
 def test_after_a_reset_nobody_hits_what_was_computed_before_or_from_it(scripted_core):
