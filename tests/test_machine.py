@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from paged_backend import machine
 
 GIB = 1 << 30
+GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 @pytest.fixture
@@ -49,6 +52,26 @@ def test_other_groups_and_other_controllers_limit_nothing(groups: Path) -> None:
         groups / "memory" / "service", "memory.limit_in_bytes", 0x7FFFFFFFFFFFF000
     )  # how version 1 says "none"
     assert machine.usable_memory() == 64 * GIB
+
+
+@pytest.mark.skipif(not GLIBC, reason="only glibc gives its heap back")
+def test_what_the_heap_keeps_of_freed_memory_goes_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(64 << 10) for _ in range(1024)]  # too small for mappings of their own
+    for piece in pieces:
+        ctypes.memset(piece, 1, 64 << 10)
+    for piece in pieces[:-1]:  # the last one stays, so that the heap cannot shrink by itself
+        libc.free(piece)
+    before = resident()
+    machine.trim_heap()
+    assert before - resident() > 32 << 20
+    libc.free(pieces[-1])
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="the system is asked in another way")

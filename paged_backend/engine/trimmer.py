@@ -1,6 +1,7 @@
 """Trimmer: when an engine gives memory back although nobody asked.
 
-Idle for ``idle_timeout`` seconds, it gives back all that no request uses, cached prefixes as well, once. While it works
+Idle for ``idle_timeout`` seconds, it gives back all that no request uses, once: KV memory, cached prefixes with it, and
+what the heap keeps of the memory of past steps. While it works
 it asks every second whether the system runs short, and gives back what is missing, the coldest prefixes first.
 """
 
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from paged_backend.engine.core import EngineCore
+from paged_backend.machine import trim_heap
 
 logger = logging.getLogger("paged_backend")
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -59,6 +61,7 @@ class Trimmer:
         """The engine has been idle for so long."""
         self._deadline = None
         count = self._core.trim()
+        trim_heap()
         logger.info("idle: %d KV blocks (%d MiB) given back", count, count * self._block_bytes >> 20)
 
     def _relieve(self) -> None:
