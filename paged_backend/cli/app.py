@@ -1,21 +1,44 @@
-"""``paged-backend``: the command line. Commands import the engine when they run, so that --help answers at once."""
+"""``paged-backend``: the command line. A command's module is imported when it runs, and the engine by the command."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from paged_backend import __version__
-from paged_backend.cli.bench import app as bench
-from paged_backend.cli.chat import chat
-from paged_backend.cli.doctor import doctor
-from paged_backend.cli.help import SETTINGS, HeadedCommand
-from paged_backend.cli.run import run
-from paged_backend.cli.serve import serve
+from paged_backend.cli.help import SETTINGS
+
+COMMANDS = ("run", "chat", "serve", "doctor", "bench")
+"""Modules beside this one, each with its commands as ``app``."""
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name; one that is looked up is imported."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        return typer.main.get_command(import_module(f"paged_backend.cli.{name}").app)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": _Commands()})
+
 
 app = typer.Typer(
     name="paged-backend",
+    cls=_Group,
     help="Run language models with paged attention and continuous batching.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,12 +61,6 @@ def _root(
     ] = False,
 ) -> None:
     pass  # the options of the program itself; each of them acts in its callback
-
-
-for name, command in (("run", run), ("chat", chat), ("serve", serve)):
-    app.command(name, cls=HeadedCommand)(command)
-app.command("doctor")(doctor)
-app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from paged_backend.bench.memory import MemoryRun
     from paged_backend.bench.workloads import Workload
 
-app = typer.Typer(help="How fast a model is on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="How fast a model is on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 Model = Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id or 'demo'.")]
 Repeats = Annotated[int, typer.Option(help="How often all of it is measured; medians are given.")]

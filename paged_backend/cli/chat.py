@@ -10,10 +10,13 @@ import typer
 
 from paged_backend.cli.common import complain, open_engine, orderly_end
 from paged_backend.cli.flags import checked_config, checked_params, sampling_params, with_flags
+from paged_backend.cli.help import HeadedCommand, single_command
 
 if TYPE_CHECKING:
     from paged_backend.engine.engine import Engine
     from paged_backend.outputs import RequestOutput
+
+app = single_command()
 
 HELP = """\
 /system TEXT   set the system message (without TEXT: remove it)
@@ -23,6 +26,7 @@ HELP = """\
 Ctrl-C stops an answer; what has been said so far stays in the conversation."""
 
 
+@app.command("chat", cls=HeadedCommand)
 @with_flags("sampling", "engine")
 def chat(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'demo'.")],

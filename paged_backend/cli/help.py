@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -24,3 +25,8 @@ class HeadedCommand(TyperCommand):
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
+
+
+def single_command() -> typer.Typer:
+    """For the module of one command, as which the program's ``app`` takes it up."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None)

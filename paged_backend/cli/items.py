@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 import typer
 
 from paged_backend.cli.common import complain
-from paged_backend.cli.openai_batch import is_batch_line
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*KINDS, "suffix", "params", "id")
@@ -94,7 +93,7 @@ def check_source(path: Path | None, form: str | None) -> str | None:
             raise typer.BadParameter(f"{path}: {LOOKS_LIKE_JSONL}")
     by_suffix = path is not None and path.suffix in (".jsonl", ".ndjson")
     first = (start or b"").lstrip().partition(b"\n")[0].decode("utf-8-sig", "replace")
-    if form is None and is_batch_line(_entry(first)):
+    if form is None and _is_batch_line(_entry(first)):
         if not by_suffix:
             raise typer.BadParameter("this looks like a batch of OpenAI's API: --format openai runs it")
         return "openai"
@@ -119,6 +118,10 @@ def _entry(text: str) -> Any:
         return json.loads(text) if text.startswith("{") else None
     except ValueError:
         return None
+
+
+def _is_batch_line(entry: Any) -> bool:
+    return isinstance(entry, dict) and "custom_id" in entry and "url" in entry
 
 
 def _is_request(text: str) -> bool:

@@ -28,10 +28,6 @@ LOOK_EVERY = 0.1
 Line = tuple[int, bytes]
 
 
-def is_batch_line(entry: Any) -> bool:
-    return isinstance(entry, dict) and "custom_id" in entry and "url" in entry
-
-
 def lines_of(source: BinaryIO) -> Iterator[Line]:
     """(number, line) of what is not empty."""
     return ((number, raw) for number, raw in enumerate(source, 1) if raw.strip())

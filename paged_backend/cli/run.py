@@ -16,6 +16,7 @@ import typer
 from paged_backend.cli.arriving import Arriving
 from paged_backend.cli.common import complain, open_engine, orderly_end
 from paged_backend.cli.flags import checked_config, checked_params, sampling_params, with_flags
+from paged_backend.cli.help import HeadedCommand, single_command
 from paged_backend.cli.items import (
     NO_PROMPTS,
     Item,
@@ -25,7 +26,6 @@ from paged_backend.cli.items import (
     is_stdin,
     open_source,
 )
-from paged_backend.cli.openai_batch import lines_of, run_batch
 from paged_backend.cli.records import error_record, result_record
 from paged_backend.text.fim import fill_in
 from paged_backend.tokenization import needed
@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from paged_backend.engine.engine import Engine
     from paged_backend.engine.stream import RequestHandle
 
+app = single_command()
+
 LOOK_EVERY = 0.02
 """Seconds between two looks at what has finished."""
 
 
+@app.command("run", cls=HeadedCommand)
 @with_flags("sampling", "engine")
 def run(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'demo'.")],
@@ -130,6 +133,7 @@ def _run_openai_batch(
     output: Path | None,
     progress: bool | None,
 ) -> None:
+    from paged_backend.cli.openai_batch import lines_of, run_batch
     from paged_backend.config import EngineConfig
     from paged_backend.errors import PagedBackendError
 

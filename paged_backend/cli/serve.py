@@ -10,14 +10,18 @@ import typer
 
 from paged_backend.cli.common import complain, orderly_end
 from paged_backend.cli.flags import checked_config, with_flags
+from paged_backend.cli.help import HeadedCommand, single_command
 
 if TYPE_CHECKING:
     from paged_backend.server.config import ServerConfig
+
+app = single_command()
 
 STEP_TOKENS = 192
 """Enough for the kernels to be at their best; with more, the gaps between tokens grow whenever a prompt comes in."""
 
 
+@app.command("serve", cls=HeadedCommand)
 @with_flags("engine")
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'demo'.")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -186,6 +185,8 @@ class Engine:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         long = isinstance(text, str) and len(text) > _LONG_TEXT
         if long or (params is not None and getattr(params, "structured_outputs", None) is not None):
+            import asyncio  # here, as the start of a program that has no event loop should not wait for it
+
             return await asyncio.to_thread(self.submit, prompt, params, request_id)
         return self.submit(prompt, params, request_id)
 

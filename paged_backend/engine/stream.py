@@ -6,7 +6,6 @@ request's own length. A handle that is dropped, or an iteration that is left ear
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -196,6 +195,8 @@ class RequestHandle:
             self.abort()
 
     async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+        import asyncio  # here, as the start of a program that has no event loop should not wait for it
+
         state, seen = self._state, 0
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 

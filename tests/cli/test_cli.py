@@ -430,6 +430,19 @@ def test_help_never_cuts_the_name_of_an_option(command, width):
     assert "\nEngine:\n" in shown  # flags have headings
 
 
+def test_help_tells_of_every_command():
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    listed = [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()]
+    assert listed == ["run", "chat", "serve", "doctor", "bench"]
+
+
+def test_a_misspelt_command_is_refused_with_the_one_that_was_meant():
+    result = CliRunner().invoke(app, ["serv", "demo"])
+    assert result.exit_code == 2
+    assert "No such command 'serv'" in result.stderr
+    assert "'serve'" in result.stderr
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.stdout == f"paged-backend {__version__}\n"

@@ -56,6 +56,23 @@ def test_help_and_usage_errors_import_neither_torch_nor_transformers(arguments, 
     assert done.returncode == 0, done.stderr
 
 
+def test_a_run_imports_nothing_that_only_other_commands_need(model, quiet_env):
+    """Every module on the way to the first token is time until the first token."""
+    code = (
+        "import sys\n"
+        "from paged_backend.cli.app import main\n"
+        f"sys.argv = ['paged-backend', 'run', {model!r}, 'five jugs', '--text', '--max-tokens', '2']\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "others = {'cli.bench', 'cli.chat', 'cli.doctor', 'cli.openai_batch', 'cli.serve', 'server', 'remote'}\n"
+        "libraries = {'rich', 'httpx', 'openai', 'fastapi', 'scipy', 'pandas'}\n"
+        "unused = {f'paged_backend.{name}' for name in others} | libraries\n"
+        "print(sorted(unused & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=quiet_env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
 def test_a_slow_pipe_gets_each_result_before_it_sends_the_next_line(start):
     process = start("run", "--max-tokens", "4")
     for word in (b"five jugs\n", b"a box\n"):
