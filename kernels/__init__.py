@@ -1,4 +1,4 @@
-"""Kernel operations (imported as ``paged_backend.kernels``): torch reference, C for CPUs.
+"""Kernel operations (imported as ``paged_backend.kernels``): numpy reference, C for CPUs.
 
 The folder stands at the repository root, so a process whose ``sys.path`` holds that root could find it under
 the top-level name ``kernels``, which transformers takes for the PyPI package of that name. In that

@@ -1,9 +1,10 @@
 """The kernel contract: few operations, one signature each, implemented by every backend.
 
 Shapes: T tokens of the flat batch, S sequences, H query heads, G key/value heads (H is a multiple of G), D head
-size, K and N the inputs and outputs of a linear. Activations are contiguous float32 on the CPU. Every
-output row depends on its own input row only and is reduced in one fixed order, so that a token's result does not depend
-on what else is in the batch (on a GPU, Triton's backend keeps this for dense products only as far as cuBLAS does).
+size, K and N the inputs and outputs of a linear. What a backend computes on is its own business (``DeviceArray``):
+numpy arrays of float32 on the CPU, tensors on a GPU; ``to_device`` and ``to_host`` lead there and back. Every output
+row depends on its own input row only and is reduced in one fixed order, so that a token's result does not depend on
+what else is in the batch (on a GPU, Triton's backend keeps this for dense products only as far as cuBLAS does).
 
 KV cache of one layer: ``key`` [num_blocks, G, D, block_size] (a token is a column, so that scores of a block are
 computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D]. Both are float32, or both bfloat16: half
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paged_backend.kernels.array import Array, float32, is_float
+from paged_backend.kernels.array import DTYPES, Array, float32, is_float
 from paged_backend.kernels.pages import reserve
-from paged_backend.kernels.tensor import tensor_dtype
+
+DeviceArray = Any
+"""What a backend computes on. Both kinds have shapes, slices, views by ``reshape``, and arithmetic in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,18 @@ class AttentionInputs:
     slot_mapping: int64 [T], ``block * block_size + offset`` where each token's K and V are written.
     """
 
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
+    query_start_loc: DeviceArray
+    seq_lens: DeviceArray
+    block_table: DeviceArray
+    slot_mapping: DeviceArray
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV cache of one layer; see the module docstring for the layout."""
 
-    key: Tensor
-    value: Tensor
+    key: DeviceArray
+    value: DeviceArray
 
     @property
     def block_size(self) -> int:
@@ -95,10 +96,20 @@ class Kernels(ABC):
     """One backend. Stateless but for what ``pack_linear`` returns, so engines may share an instance."""
 
     name: str
-    device = torch.device("cpu")
-    """Where weights, activations and the KV cache are."""
-    dtype = torch.float32
+    device = "cpu"
+    """Where weights, activations and the KV cache are: ``cpu``, or what torch calls the device."""
+    dtype = "float32"
     """Of activations."""
+    uses_numpy = True
+    """Whether its ``DeviceArray`` is numpy's."""
+
+    def to_device(self, array: Array) -> DeviceArray:
+        """The values where this backend computes, in its own kind of array; the same memory where that is possible."""
+        return array
+
+    def to_host(self, array: DeviceArray) -> Array:
+        """The values in this process' memory; the same memory where that is possible."""
+        return array
 
     def pack_linear(
         self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
@@ -118,31 +129,38 @@ class Kernels(ABC):
         """:meth:`pack_linear` of what was looked at. bias: float32 [N], for the backend to keep."""
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear(self, x: DeviceArray, weight: PackedLinear) -> DeviceArray:
         """x [T, K] -> x @ W.T + b, [T, N]."""
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
+    def logits(self, x: DeviceArray, head: PackedLinear, softcap: float | None = None) -> DeviceArray:
+        """Scores of the vocabulary for x [T, K], float32 [T, N]: ``linear``, then, with a soft cap,
+        ``softcap * tanh(score / softcap)``."""
+
+    @abstractmethod
+    def embedding(self, ids: DeviceArray, table: PackedLinear) -> DeviceArray:
         """Rows ``ids`` (int64 [T]) of a packed matrix [vocab, K] as float32 [T, K] (so tied heads are held once)."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float) -> DeviceArray:
         """x [..., D] normalised over the last dimension, times ``weight`` [D] (the final multiplier)."""
 
     @abstractmethod
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: DeviceArray, residual: DeviceArray, weight: DeviceArray, eps: float
+    ) -> DeviceArray:
         """``residual += x`` in place, then rms_norm of it. x, residual and the result are [T, D]."""
 
     @abstractmethod
     def rotary_and_cache(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        cos: DeviceArray,
+        sin: DeviceArray,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        slot_mapping: DeviceArray,
     ) -> None:
         """Rotate q [T, H, D] and k [T, G, D] in place and write k and v to their slots.
 
@@ -159,13 +177,13 @@ class Kernels(ABC):
     def paged_attention(
         self,
         plan: Any,
-        q: Tensor,
+        q: DeviceArray,
         cache: LayerCache,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        sinks: DeviceArray | None = None,
+    ) -> DeviceArray:
         """Causal attention of q [T, H, D] (strided views allowed, as above) over the paged context -> [T, H * D].
 
         A query at position p sees positions j <= p, and p - j < window if a window is given. Scores are
@@ -174,7 +192,7 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, x: DeviceArray, activation: str) -> DeviceArray:
         """x [T, 2I] -> act(x[:, :I]) * x[:, I:]. activation: ``silu``, ``gelu`` (erf) or ``gelu_tanh``."""
 
     @abstractmethod
@@ -203,5 +221,5 @@ class Kernels(ABC):
         """
         keys = (num_blocks, num_kv_heads, head_dim, block_size)
         values = (num_blocks, num_kv_heads, block_size, head_dim)
-        kept = tensor_dtype(dtype)
+        kept = DTYPES[dtype]
         return [LayerCache(reserve(keys, kept), reserve(values, kept)) for _ in range(num_layers)]

@@ -1,16 +1,14 @@
-"""Memory straight from the operating system: reserved now, committed page by page as it is written, given back at once.
-
-torch's own allocations may be filled when they are made (``torch.use_deterministic_algorithms`` does that), which would
-commit a whole KV pool; these are nobody's business but ours.
-"""
+"""Memory straight from the operating system: reserved at once, committed page by page as it is written."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from paged_backend.kernels.array import Array
 
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
@@ -23,9 +21,9 @@ def map_pages(nbytes: int) -> mmap.mmap:
         raise MemoryError(f"cannot reserve {nbytes >> 20} MiB ({error})") from error
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU on pages of its own, which go when the tensor does."""
+def reserve(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array on pages of its own, which go when the array does."""
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(map_pages(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+        return np.empty(shape, dtype)
+    return np.frombuffer(map_pages(count * dtype.itemsize), dtype, count).reshape(shape)

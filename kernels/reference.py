@@ -1,4 +1,4 @@
-"""ReferenceKernels: every operation in plain torch and numpy; oracle of the other backends, fallback everywhere.
+"""ReferenceKernels: every operation in plain numpy; oracle of the other backends, fallback everywhere.
 
 Like them it gives a token the same bits whatever is in the batch, and reads no process-wide setting: products have
 fixed shapes (see ``row_products``), and functions are numpy's, or put together from what is exact.
@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paged_backend.kernels.array import Array
+from paged_backend.kernels.array import Array, bfloat16, float32
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
-from paged_backend.kernels.tensor import as_tensor
 
-_STORAGE = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORAGE = {"auto": float32, "float32": float32, "bfloat16": bfloat16}
+_ERF = np.frompyfunc(math.erf, 1, 1)
 
 # Queries scored at once; bounds the score matrix of a long prefill at H * tile * context floats.
 _QUERY_TILE = 128
@@ -29,7 +27,7 @@ _KEYS = 32  # tokens of a run of the context
 class ReferenceLinear(PackedLinear):
     """weight [N, K] float32 or bfloat16, bias [N] float32 or None."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Array, bias: Array | None) -> None:
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
@@ -46,80 +44,84 @@ class _Query:
     stop: int
     first: int
     seq_len: int
-    blocks: Tensor
+    blocks: Array
 
 
 class ReferenceKernels(Kernels):
-    """Plain torch, fp32 math, no state. Weights are held as float32, or bfloat16 if asked for."""
+    """Plain numpy, fp32 math, no state. Weights are held as float32, or bfloat16 if asked for."""
 
     name = "reference"
 
     def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> ReferenceLinear:
         if dtype in ("int8", "int4"):
-            raise ValueError(f"{dtype} weights need the C kernels; the torch reference kernels have none")
+            raise ValueError(f"{dtype} weights need the C kernels; the reference kernels have none")
         if dtype not in _STORAGE:
             raise ValueError(f"dtype must be one of {', '.join(_STORAGE)}, got {dtype!r}")
-        # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([as_tensor(w).to(_STORAGE[dtype]) for w in weights])
-        return ReferenceLinear(weight, None if bias is None else as_tensor(bias))
+        # this copies even a single matrix: a view of a memory-mapped file would die with the file
+        return ReferenceLinear(np.concatenate([_STORAGE[dtype](w) for w in weights]), bias)
 
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear(self, x: Array, weight: PackedLinear) -> Array:
         packed = _unpack(weight)
-        bias = packed.bias.numpy() if packed.bias is not None else None
-        return torch.from_numpy(row_linear(x.numpy(), packed.weight.to(torch.float32).numpy(), bias))
+        return row_linear(x, float32(packed.weight), packed.bias)
 
-    def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
-        return _unpack(table).weight[ids].to(torch.float32)
+    def logits(self, x: Array, head: PackedLinear, softcap: float | None = None) -> Array:
+        scores = self.linear(x, head)
+        with np.errstate(all="ignore"):
+            return scores if softcap is None else np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = np.ascontiguousarray(x.numpy())
+    def embedding(self, ids: Array, table: PackedLinear) -> Array:
+        return float32(_unpack(table).weight[ids])
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        rows = np.ascontiguousarray(x)
         with np.errstate(all="ignore"):
             mean = np.square(rows).sum(-1, keepdims=True) / np.float32(rows.shape[-1])
-            return torch.from_numpy(rows * (1 / np.sqrt(mean + np.float32(eps))) * weight.numpy())
+            return rows * (1 / np.sqrt(mean + np.float32(eps))) * weight
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
     def rotary_and_cache(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        q: Array,
+        k: Array,
+        v: Array,
+        cos: Array,
+        sin: Array,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        slot_mapping: Array,
     ) -> None:
         half = cos.shape[-1]
         cos, sin = cos[:, None], sin[:, None]
         for x in (q, k):
             low, high = x[..., :half], x[..., half : 2 * half]
-            rotated = low * cos - high * sin
-            high.copy_(high * cos + low * sin)
-            low.copy_(rotated)
+            with np.errstate(all="ignore"):
+                rotated = low * cos - high * sin
+                high[:] = high * cos + low * sin
+            low[:] = rotated
         block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
-        cache.key[block, :, :, offset] = k.to(cache.key.dtype)
-        cache.value[block, :, offset] = v.to(cache.value.dtype)
+        kept = float32 if cache.key.dtype == np.float32 else bfloat16
+        cache.key[block, :, :, offset] = kept(k)
+        cache.value[block, :, offset] = kept(v)
 
     def plan(self, inputs: AttentionInputs) -> list[_Query]:
         bounds, lens = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()
-        table = inputs.block_table.to(torch.int64)
         return [
             _Query(start, stop, seq_len - (stop - start), seq_len, row)
-            for start, stop, seq_len, row in zip(bounds[:-1], bounds[1:], lens, table)
+            for start, stop, seq_len, row in zip(bounds[:-1], bounds[1:], lens, inputs.block_table)
         ]
 
     def paged_attention(
         self,
         plan: list[_Query],
-        q: Tensor,
+        q: Array,
         cache: LayerCache,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        sinks: Array | None = None,
+    ) -> Array:
         tokens, heads, dim = q.shape
         out = np.empty((tokens, heads * dim), np.float32)
         with np.errstate(all="ignore"):
@@ -127,31 +129,31 @@ class ReferenceKernels(Kernels):
                 for start in range(query.start, query.stop, _QUERY_TILE):
                     stop = min(start + _QUERY_TILE, query.stop)
                     first = query.first + start - query.start
-                    rows = q[start:stop].numpy()
+                    rows = q[start:stop]
                     result = _attend(rows, first, query.blocks, cache, scale, window, softcap, sinks)
                     out[start:stop] = result.reshape(stop - start, heads * dim)
-        return torch.from_numpy(out)
+        return out
 
-    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, x: Array, activation: str) -> Array:
         # from exp, tanh and erf, whose values do not depend on where in an array they stand; those of silu do
-        gate, up = np.split(x.numpy(), 2, axis=-1)
+        gate, up = np.split(x, 2, axis=-1)
         with np.errstate(all="ignore"):
             if activation == "silu":
-                return torch.from_numpy(gate / (1 + np.exp(-gate)) * up)
+                return gate / (1 + np.exp(-gate)) * up
             if activation == "gelu":
-                erf = torch.erf(torch.from_numpy(gate * np.float32(math.sqrt(0.5)))).numpy()
-                return torch.from_numpy(np.float32(0.5) * gate * (1 + erf) * up)
+                erf = _ERF(gate * np.float32(math.sqrt(0.5))).astype(np.float32)
+                return np.float32(0.5) * gate * (1 + erf) * up
             if activation == "gelu_tanh":
                 inner = np.float32(math.sqrt(2 / math.pi)) * (
                     gate + np.float32(0.044715) * gate * gate * gate
                 )
-                return torch.from_numpy(np.float32(0.5) * gate * (1 + np.tanh(inner)) * up)
+                return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
         raise ValueError(f"activation must be silu, gelu or gelu_tanh, got {activation!r}")
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
-        source, destination = (torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in zip(*pairs))
+        source, destination = (np.array(ids, np.int64) for ids in zip(*pairs))
         for cache in caches:
             cache.key[destination] = cache.key[source]
             cache.value[destination] = cache.value[source]
@@ -164,15 +166,15 @@ def _unpack(weight: PackedLinear) -> ReferenceLinear:
 
 
 def _attend(
-    q: np.ndarray,
+    q: Array,
     first: int,
-    blocks: Tensor,
+    blocks: Array,
     cache: LayerCache,
     scale: float,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
-) -> np.ndarray:
+    sinks: Array | None,
+) -> Array:
     """Attention of queries q [n, H, D] at positions first .. first + n - 1 of one sequence -> [n, H, D].
 
     The context is taken in runs of _KEYS tokens at absolute positions, whose products all have one shape; a token that
@@ -204,7 +206,7 @@ def _attend(
     highest = scores.max((0, 3), keepdims=True)[0]
     total = np.zeros(highest.shape, np.float32)
     if sinks is not None:
-        by_row = sinks.to(torch.float32).numpy().reshape(groups, share)[:, rows % share]
+        by_row = float32(sinks).reshape(groups, share)[:, rows % share]
         sink = by_row.reshape(groups, *shape[1:])
         highest = np.maximum(highest, sink)
         total += np.exp(sink - highest)
@@ -217,9 +219,7 @@ def _attend(
     return result.reshape(groups, count, share, dim).transpose(1, 0, 2, 3)
 
 
-def _gather(
-    cache: LayerCache, blocks: Tensor, start: int, stop: int, runs: range
-) -> tuple[np.ndarray, np.ndarray]:
+def _gather(cache: LayerCache, blocks: Array, start: int, stop: int, runs: range) -> tuple[Array, Array]:
     """Keys [runs, G, 1, _KEYS, D] and values [runs, G, 1, D, _KEYS], zeros but for tokens start .. stop - 1."""
     size, groups, dim = cache.block_size, cache.value.shape[1], cache.value.shape[3]
     first_block = start // size
@@ -227,9 +227,9 @@ def _gather(
     seen = slice(start - first_block * size, stop - first_block * size)
     place = slice(start - runs.start, stop - runs.start)
     gathered = []
-    for part in (cache.key[ids].permute(0, 3, 1, 2), cache.value[ids].transpose(1, 2)):
+    for part in (cache.key[ids].transpose(0, 3, 1, 2), cache.value[ids].swapaxes(1, 2)):
         tokens = np.zeros((len(runs) * _KEYS, groups, dim), np.float32)
-        tokens[place] = part.flatten(0, 1)[seen].to(torch.float32).numpy()
+        tokens[place] = float32(part.reshape(-1, groups, dim)[seen])
         gathered.append(tokens.reshape(len(runs), 1, _KEYS, groups, dim))
     keys, values = gathered
     return (

@@ -17,7 +17,7 @@ def select_kernels(
 ) -> Kernels:
     """``auto``: what suits the device; ``c``, ``reference`` or ``triton``: that one or an error.
 
-    On the CPU ``auto`` is C if it can be built, else the torch reference with a warning. threads: compute threads of
+    On the CPU ``auto`` is C if it can be built, else the numpy reference with a warning. threads: compute threads of
     the C kernels; None takes ``cores.default_threads``. dtype: of the activations of the Triton kernels; the others
     have float32. matmul_precision: see ``CpuKernels``; the other kernels have nothing faster and stay at ``highest``.
     Raises BackendUnavailableError naming the fix where the device, Triton or (for ``c``) a compiler is missing.
@@ -42,7 +42,7 @@ def select_kernels(
     except KernelBuildError as error:
         if name == "c":
             raise
-        warnings.warn(f"using the slow torch kernels: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"using the slow numpy kernels: {error}", RuntimeWarning, stacklevel=2)
         return ReferenceKernels()
 
 

@@ -16,11 +16,6 @@ def tensor_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def tensor_dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def as_tensor(array: Array) -> torch.Tensor:
     """The same memory as a tensor on the CPU. Writing to it is for those who own the array."""
     if array.dtype == BFLOAT16:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.array import Array
+from paged_backend.kernels.base import AttentionInputs, Kernels
 from paged_backend.sequence_slice import SequenceSlice
 
 
@@ -17,23 +16,23 @@ from paged_backend.sequence_slice import SequenceSlice
 class Batch:
     """input_ids, positions: int64 [T]. logit_rows: int64 [R], rows of the flat batch whose logits are wanted."""
 
-    input_ids: Tensor
-    positions: Tensor
-    logit_rows: Tensor
+    input_ids: Array
+    positions: Array
+    logit_rows: Array
     attention: AttentionInputs
 
-    def to(self, device: torch.device) -> Batch:
-        """The same arrays on ``device``."""
-        attention = self.attention
+    def on(self, kernels: Kernels) -> Batch:
+        """The same arrays where ``kernels`` compute."""
+        there, attention = kernels.to_device, self.attention
         return Batch(
-            self.input_ids.to(device),
-            self.positions.to(device),
-            self.logit_rows.to(device),
+            there(self.input_ids),
+            there(self.positions),
+            there(self.logit_rows),
             AttentionInputs(
-                attention.query_start_loc.to(device),
-                attention.seq_lens.to(device),
-                attention.block_table.to(device),
-                attention.slot_mapping.to(device),
+                there(attention.query_start_loc),
+                there(attention.seq_lens),
+                there(attention.block_table),
+                there(attention.slot_mapping),
             ),
         )
 
@@ -60,14 +59,5 @@ class Batch:
         logit_rows = np.fromiter(
             (int(query_start_loc[i]) + r for i, s in enumerate(slices) for r in s.logit_rows), np.int64
         )
-        return cls(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(positions),
-            torch.from_numpy(logit_rows),
-            AttentionInputs(
-                torch.from_numpy(query_start_loc),
-                torch.from_numpy((starts + query_lens).astype(np.int32)),
-                torch.from_numpy(table),
-                torch.from_numpy(slots),
-            ),
-        )
+        lens = (starts + query_lens).astype(np.int32)
+        return cls(input_ids, positions, logit_rows, AttentionInputs(query_start_loc, lens, table, slots))

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.device.report import Report
 from paged_backend.kernels.base import AttentionInputs
-from paged_backend.kernels.tensor import tensor_dtype_name
 from paged_backend.kernels.triton.backend import TritonKernels
 
 _HEADS, _GROUPS, _DIM, _BLOCK = 32, 8, 128, 16  # of Llama-3 8B
@@ -60,7 +59,7 @@ def measure_attention(
         seconds = time_attention(kernels, batch, 1 if kind == "decode" else context, context, cold)
         report.add(f"{name}: one layer", 1e6 * seconds, "us")
         if kind == "decode":
-            read = batch * context * 2 * _GROUPS * _DIM * kernels.dtype.itemsize
+            read = batch * context * 2 * _GROUPS * _DIM * kernels.torch_dtype.itemsize
             of, share = "copy bandwidth", read / seconds / report.bandwidth if report.bandwidth else None
         else:
             work = batch * 4 * _HEADS * _DIM * context * (context + 1) / 2
@@ -73,11 +72,11 @@ def time_attention(
     kernels: TritonKernels, batch: int, queries: int, context: int, cold: int = _COLD
 ) -> float:
     """Seconds of one layer's attention with the heads of Llama-3 8B, blocks in random order, caches not in the L2."""
-    device = kernels.device
+    device = kernels.torch_device
     per_sequence = -(-context // _BLOCK)
     blocks = batch * per_sequence + 1
-    count = -(-cold // (2 * blocks * _GROUPS * _DIM * _BLOCK * kernels.dtype.itemsize))
-    caches = kernels.empty_cache(count, blocks, _GROUPS, _DIM, _BLOCK, tensor_dtype_name(kernels.dtype))
+    count = -(-cold // (2 * blocks * _GROUPS * _DIM * _BLOCK * kernels.torch_dtype.itemsize))
+    caches = kernels.empty_cache(count, blocks, _GROUPS, _DIM, _BLOCK, kernels.dtype)
     generator = torch.Generator(device).manual_seed(0)
     for cache in caches:
         cache.key.normal_(generator=generator)
@@ -89,7 +88,7 @@ def time_attention(
         order.to(torch.int32).view(batch, per_sequence),
         torch.zeros(batch * queries, dtype=torch.int64, device=device),
     )
-    q = _normal(device, kernels.dtype, batch * queries, _HEADS, _DIM)
+    q = _normal(device, kernels.torch_dtype, batch * queries, _HEADS, _DIM)
     plan = kernels.plan(inputs)
 
     def call(index: int) -> Callable[[], object]:

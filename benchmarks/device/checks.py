@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.device.draws import draws, penalised
 from benchmarks.device.report import Report, one_line, still_works
 from paged_backend.kernels.base import AttentionInputs, LayerCache
-from paged_backend.kernels.tensor import as_array, tensor_dtype_name
+from paged_backend.kernels.tensor import as_array
 from paged_backend.kernels.triton.backend import TritonKernels
 
 _BOUND = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float64: 1e-5}
@@ -131,9 +131,9 @@ def checks(kernels: TritonKernels, sizes: Sizes) -> list[tuple[str, Callable[[],
 
 
 def _check(kernels: TritonKernels, name: str, run: Run) -> Check:
-    kind = str(kernels.dtype).removeprefix("torch.")
+    kind = kernels.dtype
     try:
-        got, expected = run(Random(kernels.device, kernels.dtype))
+        got, expected = run(Random(kernels.torch_device, kernels.torch_dtype))
         scale = expected.abs().max().clamp(min=1e-30)
         worst = ((_wide(got) - expected).abs().max() / scale).item()
         return Check(f"{name} {kind}", worst, _BOUND[got.dtype])
@@ -200,7 +200,7 @@ def _linear(
 ) -> tuple[Tensor, Tensor]:
     weight, bias = random.normal(sizes.inner // 4, sizes.hidden), random.normal(sizes.inner // 4)
     packed = kernels.pack_linear([as_array(weight)], [as_array(bias)], storage)
-    stored = kernels.embedding(torch.arange(len(weight), device=kernels.device), packed)
+    stored = kernels.embedding(torch.arange(len(weight), device=kernels.torch_device), packed)
     x = random.normal(rows, sizes.hidden)
     return kernels.linear(x, packed), _wide(x) @ _wide(stored).T + _wide(bias)
 
@@ -230,7 +230,7 @@ def _rotary(
 
 
 def _poisoned(kernels: TritonKernels, blocks: int, groups: int, dim: int) -> LayerCache:
-    cache = kernels.empty_cache(1, blocks, groups, dim, 16, tensor_dtype_name(kernels.dtype))[0]
+    cache = kernels.empty_cache(1, blocks, groups, dim, 16, kernels.dtype)[0]
     cache.key.fill_(float("nan"))
     cache.value.fill_(float("nan"))
     return cache
@@ -245,7 +245,7 @@ def _attention(
     random: Random,
 ) -> tuple[Tensor, Tensor]:
     heads, groups, dim = shape
-    device = kernels.device
+    device = kernels.torch_device
     window, softcap = (37, 5.0) if everything else (None, None)
     sinks = random.normal(heads, dtype=torch.float32) if everything else None
     counts = [-(-c // 16) for c in sizes.contexts]

@@ -38,7 +38,7 @@ def draws(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
         for seed in range(logits.shape[0])
     ]
     columns = {name: torch.from_numpy(column) for name, column in sampling_columns(rows).items()}
-    sent = {name: column.to(kernels.device) for name, column in columns.items()}
+    sent = {name: column.to(kernels.torch_device) for name, column in columns.items()}
     tokens = kernels.sample(logits, **sent).tolist()
     found = [
         nearest(values.to("cpu", torch.float64), token, {name: c[i].item() for name, c in columns.items()})
@@ -66,7 +66,7 @@ def penalised(kernels: TritonKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
         )
         values -= frequency[i] * made + presence[i] * (made > 0)
     whole = [t.to(torch.int32) for t in (table, lens, torch.arange(rows), prompts)]
-    device = kernels.device
+    device = kernels.torch_device
     got = logits.clone()
     sent = [t.to(device) for t in (*whole, repetition, frequency, presence)]
     kernels.penalise(got, ids.to(device), Penalties(sent[0], sent[1], 200, *sent[2:]))

@@ -77,7 +77,7 @@ def measure_engine(
     settings = {"device": "cuda", "max_num_batched_tokens": _BUDGET, **options}
     engine_config = EngineConfig("random", enable_prefix_caching=False, **settings)
     kernels = kernels_for(engine_config)
-    model = build_model(engine_config, kernels, random_checkpoint(config, kernels.device), False)
+    model = build_model(engine_config, kernels, random_checkpoint(config, kernels.torch_device), False)
     name = f"{config['num_hidden_layers']} layers of {config['hidden_size']}"
     with start_engine(engine_config, kernels, model, None) as engine:
         for batch in batches:

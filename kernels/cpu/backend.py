@@ -1,8 +1,7 @@
 """CpuKernels: the contract on top of the C library, called through ctypes with plain pointers.
 
-A call costs a few microseconds besides the work: argument types are declared once, outputs are allocated by torch, and
-arrays are looked at before their addresses are taken (see ``check``). Nothing here depends on what torch's process-wide
-defaults are.
+A call costs a few microseconds besides the work: argument types are declared once, and arrays are looked at before
+their addresses are taken (see ``check``).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paged_backend.kernels.array import BFLOAT16, Array, float32
+from paged_backend.kernels.array import BFLOAT16, Array, address, float32
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
@@ -36,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_bf16_exact": (_I, (_P, _I)),
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
+    "pb_softcap": (None, (_P, _I, _D, _I)),
     "pb_act_and_mul": (None, (_P, _P) + (_I,) * 4),
     "pb_rotary_and_cache": (_I, (_P,) * 8 + (_I,) * 12),
     "pb_copy_blocks": (None, (_P, _P, _I, _I)),
@@ -46,7 +44,6 @@ _DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _PARTS = {"highest": 3, "high": 2, "medium": 1}  # bf16 numbers that stand for an activation on a matrix unit
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _CHUNK_FLOATS = 1 << 22  # of a weight matrix converted at a time while packing
-_CPU, _FLOAT = torch.device("cpu"), torch.float32
 
 
 def load_library(path: Path) -> ctypes.CDLL:
@@ -84,7 +81,7 @@ class AttentionPlan:
     """Work items of a step: ``tiles`` int32 [n, 3] (sequence, first query, queries). ``inputs`` keeps arrays alive."""
 
     inputs: AttentionInputs
-    tiles: np.ndarray
+    tiles: Array
     sizes: check.StepSizes
     pointers: tuple[int, int, int, int]
 
@@ -146,89 +143,95 @@ class CpuKernels(Kernels):
             else:
                 self._lib.pb_pack_linear(packed, source, at, rows, k, k, bf16, code, self.threads)
 
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear(self, x: Array, weight: PackedLinear) -> Array:
         packed = _own(weight)
         x = check.contiguous("x", x)
         shape = x.shape
         if len(shape) != 2 or shape[1] != packed.in_features:
             raise ValueError(
-                f"x {tuple(shape)} has {shape[-1]} features, the weights take [T, {packed.in_features}]"
+                f"x {shape} has {shape[-1]} features, the weights take [T, {packed.in_features}]"
             )
         rows = shape[0]
-        out = x.new_empty(rows, packed.out_features)
+        out = np.empty((rows, packed.out_features), np.float32)
         self._lib.pb_linear(
-            x.data_ptr(), packed.pointer, packed.bias_pointer, out.data_ptr(),
+            address(x), packed.pointer, packed.bias_pointer, address(out),
             rows, packed.out_features, packed.in_features, packed.code, self._parts, self.threads,
         )  # fmt: skip
         return out
 
-    def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
+    def logits(self, x: Array, head: PackedLinear, softcap: float | None = None) -> Array:
+        scores = self.linear(x, head)
+        if softcap is not None:
+            self._lib.pb_softcap(address(scores), scores.size, softcap, self.threads)
+        return scores
+
+    def embedding(self, ids: Array, table: PackedLinear) -> Array:
         packed = _own(table)
-        ids = ids.contiguous()
-        pointer, count = check.whole_numbers("ids", ids), ids.numel()
-        out = torch.empty(count, packed.in_features, dtype=_FLOAT, device=_CPU)
+        pointer, count = check.whole_numbers("ids", ids), ids.size
+        out = np.empty((count, packed.in_features), np.float32)
         bad = self._lib.pb_embedding(
-            pointer, packed.pointer, out.data_ptr(),
+            pointer, packed.pointer, address(out),
             count, packed.out_features, packed.in_features, packed.code,
         )  # fmt: skip
         if bad >= 0:
-            raise IndexError(f"token id {int(ids[bad])} is outside the vocabulary of {packed.out_features}")
+            raise IndexError(
+                f"token id {int(ids.flat[bad])} is outside the vocabulary of {packed.out_features}"
+            )
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         x = check.contiguous("x", x)
         d = x.shape[-1]
         multiplier = check.multiplier("weight", weight, d)
-        out = torch.empty_like(x)
-        self._lib.pb_rms_norm(
-            x.data_ptr(), None, multiplier, out.data_ptr(), x.numel() // d, d, eps, self.threads
-        )
+        out = np.empty_like(x)
+        self._lib.pb_rms_norm(address(x), None, multiplier, address(out), x.size // d, d, eps, self.threads)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
         x = check.contiguous("x", x)
-        changed = check.floats("residual", residual)
-        if x.dim() != 2 or residual.shape != x.shape:
-            raise ValueError(
-                f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must be the same [T, D]"
-            )
+        changed = check.changed("residual", residual)
+        if x.ndim != 2 or residual.shape != x.shape:
+            raise ValueError(f"x {x.shape} and residual {residual.shape} must be the same [T, D]")
         rows, d = x.shape
         multiplier = check.multiplier("weight", weight, d)
-        out = x.new_empty(rows, d)
-        self._lib.pb_rms_norm(x.data_ptr(), changed, multiplier, out.data_ptr(), rows, d, eps, self.threads)
+        out = np.empty((rows, d), np.float32)
+        self._lib.pb_rms_norm(address(x), changed, multiplier, address(out), rows, d, eps, self.threads)
         return out
 
     def rotary_and_cache(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        q: Array,
+        k: Array,
+        v: Array,
+        cos: Array,
+        sin: Array,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        slot_mapping: Array,
     ) -> None:
         layout = check.cache_layout(cache)
         tokens, heads, d = check.of_heads("q", q)
         kept = (tokens, layout.heads, layout.d)
-        if k.shape != kept or v.shape != kept or d != layout.d:
+        if check.of_heads("k", k) != kept or check.of_heads("v", v) != kept or d != layout.d:
             raise ValueError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together or a cache of "
+                f"q {q.shape}, k {k.shape} and v {v.shape} do not fit together or a cache of "
                 f"{layout.heads} heads of {layout.d}"
             )
+        cosines, sines = check.floats("cos", cos), check.floats("sin", sin)
+        slots = check.whole_numbers("slot_mapping", slot_mapping)
         angles = cos.shape
         half = angles[-1]
         if angles != (tokens, half) or sin.shape != angles or 2 * half > d or slot_mapping.shape != (tokens,):
             raise ValueError(
-                f"of {tokens} tokens and heads of {d}, cos {tuple(angles)} and sin {tuple(sin.shape)} are [T, R/2] and "
-                f"slot_mapping {tuple(slot_mapping.shape)} is [T]"
+                f"of {tokens} tokens and heads of {d}, cos {angles} and sin {sin.shape} are [T, R/2] and "
+                f"slot_mapping {slot_mapping.shape} is [T]"
             )
         q_stride = check.token_stride("q", q, heads, d)
         k_stride = check.token_stride("k", k, layout.heads, d)
         v_stride = check.token_stride("v", v, layout.heads, d)
+        check.writable("q", q)
+        check.writable("k", k)
         bad = self._lib.pb_rotary_and_cache(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), check.floats("cos", cos), check.floats("sin", sin),
-            layout.key, layout.value, check.whole_numbers("slot_mapping", slot_mapping),
+            address(q), address(k), address(v), cosines, sines, layout.key, layout.value, slots,
             tokens, heads, layout.heads, d, half, layout.size, layout.blocks,
             q_stride, k_stride, v_stride, self.threads, layout.bf16,
         )  # fmt: skip
@@ -241,56 +244,54 @@ class CpuKernels(Kernels):
         sizes = check.step_sizes(inputs)
         start, lens, table = inputs.query_start_loc, inputs.seq_lens, inputs.block_table
         sequences = lens.shape[0]
-        count = self._lib.pb_plan_attention(start.data_ptr(), sequences, None)
+        count = self._lib.pb_plan_attention(address(start), sequences, None)
         tiles = np.empty((count, 3), np.int32)
-        self._lib.pb_plan_attention(start.data_ptr(), sequences, tiles.ctypes.data)
+        self._lib.pb_plan_attention(address(start), sequences, address(tiles))
         return AttentionPlan(
-            inputs, tiles, sizes, (start.data_ptr(), lens.data_ptr(), table.data_ptr(), tiles.ctypes.data)
+            inputs, tiles, sizes, (address(start), address(lens), address(table), address(tiles))
         )
 
     def paged_attention(
         self,
         plan: AttentionPlan,
-        q: Tensor,
+        q: Array,
         cache: LayerCache,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        sinks: Array | None = None,
+    ) -> Array:
         layout, sizes = check.cache_layout(cache), plan.sizes
         sizes.fit(layout)
         tokens, heads, d = check.of_heads("q", q)
         if tokens != sizes.tokens or d != layout.d or heads % layout.heads:
             raise ValueError(
-                f"q {tuple(q.shape)} does not fit a step of {sizes.tokens} tokens and a cache of {layout.heads} heads "
+                f"q {q.shape} does not fit a step of {sizes.tokens} tokens and a cache of {layout.heads} heads "
                 f"of {layout.d}"
             )
         stride = check.token_stride("q", q, heads, d)
-        out = q.new_empty(tokens, heads * d)
+        out = np.empty((tokens, heads * d), np.float32)
         self._lib.pb_attention(
-            q.data_ptr(), layout.key, layout.value,
-            check.multiplier("sinks", sinks, heads) if sinks is not None else None, out.data_ptr(), *plan.pointers,
+            address(q), layout.key, layout.value,
+            check.multiplier("sinks", sinks, heads) if sinks is not None else None, address(out), *plan.pointers,
             len(plan.tiles), sizes.longest, sizes.width, stride,
             heads, layout.heads, d, layout.size, window or 0, scale, softcap or 0.0, self.threads,
             layout.bf16,
         )  # fmt: skip
         return out
 
-    def act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, x: Array, activation: str) -> Array:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
         x = check.contiguous("x", x)
-        if x.dim() != 2 or x.shape[1] % 2:
-            raise ValueError(f"x must be [T, 2I], got {tuple(x.shape)}")
+        if x.ndim != 2 or x.shape[1] % 2:
+            raise ValueError(f"x must be [T, 2I], got {x.shape}")
         rows, d = x.shape[0], x.shape[1] // 2
-        out = x.new_empty(rows, d)
-        self._lib.pb_act_and_mul(
-            x.data_ptr(), out.data_ptr(), rows, d, _ACTIVATIONS[activation], self.threads
-        )
+        out = np.empty((rows, d), np.float32)
+        self._lib.pb_act_and_mul(address(x), address(out), rows, d, _ACTIVATIONS[activation], self.threads)
         return out
 
-    def expand_gguf(self, raw: np.ndarray, format_id: int, values: int) -> np.ndarray | None:
+    def expand_gguf(self, raw: Array, format_id: int, values: int) -> Array | None:
         raw = np.ascontiguousarray(raw)
         out = np.empty(values, np.float32)
         known = self._lib.pb_expand_gguf(

@@ -1,82 +1,101 @@
 """What the C kernels are handed: every pointer comes from an array whose dtype, device, layout and size were looked at.
 
 C writes where it is told to. An array of another dtype is not a wrong result there but a corrupted heap, so this is
-looked at in every call: identity of a dtype, two flags and the sizes, a few hundred nanoseconds. What stays the same
+looked at in every call: identity of a dtype, a flag and the sizes, a few hundred nanoseconds. What stays the same
 for a whole step (the plan) or for an engine's life (weights, caches) is looked at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from paged_backend.kernels.array import BFLOAT16, Array, address, dtype_name
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 
-_FLOAT, _BF16, _LONG, _INT = torch.float32, torch.bfloat16, torch.int64, torch.int32
+_FLOAT, _LONG, _INT = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int32)
 _SUB_BLOCK = 16  # tokens that attention takes from a block at a time
 
 
-def floats(name: str, x: Tensor) -> int:
-    """Address of a contiguous float32 array on the CPU. Raises TypeError or ValueError naming it."""
-    if x.dtype is _FLOAT and x.is_cpu and x.is_contiguous():
-        return x.data_ptr()
-    raise refusal(name, x, _FLOAT)
+def floats(name: str, x: Array) -> int:
+    """Address of a contiguous float32 array. Raises TypeError or ValueError naming it."""
+    if type(x) is np.ndarray and x.dtype is _FLOAT and x.flags.c_contiguous:
+        return address(x)
+    return address(_contiguous(name, x, _FLOAT))
 
 
-def whole_numbers(name: str, x: Tensor, dtype: torch.dtype = _LONG) -> int:
-    """Address of a contiguous integer array on the CPU. Raises TypeError or ValueError naming it."""
-    if x.dtype is dtype and x.is_cpu and x.is_contiguous():
-        return x.data_ptr()
-    raise refusal(name, x, dtype)
+def changed(name: str, x: Array) -> int:
+    """:func:`floats` of an array that C writes to."""
+    pointer = floats(name, x)
+    writable(name, x)
+    return pointer
 
 
-def contiguous(name: str, x: Tensor) -> Tensor:
-    """float32 on the CPU, copied together if it is not. Raises TypeError naming it."""
-    if x.dtype is _FLOAT and x.is_cpu:
-        return x.contiguous()
-    raise refusal(name, x, _FLOAT)
+def writable(name: str, x: Array) -> None:
+    """Raise ValueError for an array that must not be written to, such as one mapped from a file."""
+    if not x.flags.writeable:
+        raise ValueError(f"{name} is changed in place and cannot be written to")
 
 
-def multiplier(name: str, x: Tensor, size: int) -> int:
+def whole_numbers(name: str, x: Array, dtype: np.dtype[Any] = _LONG) -> int:
+    """Address of a contiguous integer array. Raises TypeError or ValueError naming it."""
+    if type(x) is np.ndarray and x.dtype is dtype and x.flags.c_contiguous:
+        return address(x)
+    return address(_contiguous(name, x, dtype))
+
+
+def contiguous(name: str, x: Array) -> Array:
+    """float32, copied together if it is not. Raises TypeError naming it."""
+    if type(x) is np.ndarray and x.dtype is _FLOAT and x.flags.c_contiguous:
+        return x
+    return np.ascontiguousarray(_of_dtype(name, x, _FLOAT))
+
+
+def multiplier(name: str, x: Array, size: int) -> int:
     """Address of float32 [size]."""
-    if x.numel() != size:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, not [{size}]")
-    return floats(name, x)
+    pointer = floats(name, x)
+    if x.size != size:
+        raise ValueError(f"{name} has shape {x.shape}, not [{size}]")
+    return pointer
 
 
-def of_heads(name: str, x: Tensor) -> tuple[int, ...]:
-    """The shape [T, heads, D] of an array."""
+def of_heads(name: str, x: Array) -> tuple[int, ...]:
+    """The shape [T, heads, D] of an array of float32."""
+    if type(x) is not np.ndarray or x.dtype is not _FLOAT:
+        _of_dtype(name, x, _FLOAT)
     shape = x.shape
     if len(shape) != 3:
-        raise ValueError(f"{name} must be [T, heads, D], got {tuple(shape)}")
+        raise ValueError(f"{name} must be [T, heads, D], got {shape}")
     return shape
 
 
-def token_stride(name: str, x: Tensor, heads: int, d: int) -> int:
-    """Distance of tokens in a float32 [T, heads, d] view whose last two dimensions are contiguous."""
-    if x.dtype is not _FLOAT or not x.is_cpu:
-        raise refusal(name, x, _FLOAT)
-    token, head, element = x.stride()
-    if element != 1 or (head != d and heads > 1):
+def token_stride(name: str, x: Array, heads: int, d: int) -> int:
+    """Floats between tokens of a [T, heads, d] view (:func:`of_heads`) whose last two dimensions are contiguous."""
+    token, head, element = x.strides
+    if element != 4 or (head != 4 * d and heads > 1) or token % 4:
         raise ValueError(
-            f"the heads of {name} must be contiguous, got strides {x.stride()} for shape {tuple(x.shape)}"
+            f"the heads of {name} must be contiguous, got strides {x.strides} for shape {x.shape}"
         )
-    return token
+    return token // 4
 
 
-def refusal(name: str, x: Tensor, dtype: torch.dtype) -> Exception:
-    """The error of an array that is not a contiguous one of ``dtype`` on the CPU."""
-    if x.dtype is not dtype or not x.is_cpu:
-        wanted = str(dtype).removeprefix("torch.")
-        return TypeError(
-            f"{name} must be {wanted} on the CPU, got {str(x.dtype).removeprefix('torch.')} on {x.device}"
+def _of_dtype(name: str, x: Array, dtype: np.dtype[Any]) -> Array:
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name} must be {dtype.name} in a numpy array, got {type(x).__name__}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype.name}, got {dtype_name(x)}")
+    return x
+
+
+def _contiguous(name: str, x: Array, dtype: np.dtype[Any]) -> Array:
+    """What the fast checks did not know: an array of another class, or the error."""
+    if not _of_dtype(name, x, dtype).flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be contiguous, got strides {x.strides} for shape {x.shape}: use numpy.ascontiguousarray"
         )
-    return ValueError(
-        f"{name} must be contiguous, got strides {x.stride()} for shape {tuple(x.shape)}: call contiguous()"
-    )
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +123,24 @@ def cache_layout(cache: LayerCache) -> CacheLayout:
     if type(cache) is CheckedCache:
         return cache.layout
     key, value = cache.key, cache.value
-    if key.dtype not in (_FLOAT, _BF16) or value.dtype is not key.dtype:
-        raise TypeError(f"the KV cache must be float32 or bfloat16, got {key.dtype} and {value.dtype}")
-    if key.dim() != 4:
-        raise ValueError(f"the keys of a cache are [blocks, heads, D, block_size], got {tuple(key.shape)}")
+    for part in (key, value):
+        if (
+            not isinstance(part, np.ndarray)
+            or part.dtype != key.dtype
+            or part.dtype not in (_FLOAT, BFLOAT16)
+        ):
+            kinds = [dtype_name(p) if isinstance(p, np.ndarray) else type(p).__name__ for p in (key, value)]
+            raise TypeError(f"a KV cache is of arrays of float32 or of bfloat16, got {' and '.join(kinds)}")
+    if key.ndim != 4:
+        raise ValueError(f"the keys of a cache are [blocks, heads, D, block_size], got {key.shape}")
     blocks, heads, d, size = key.shape
     if value.shape != (blocks, heads, size, d):
-        raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} are of different caches")
+        raise ValueError(f"keys {key.shape} and values {value.shape} are of different caches")
     if size > _SUB_BLOCK and size % _SUB_BLOCK:
         raise ValueError(f"blocks hold up to {_SUB_BLOCK} tokens or a multiple of that, got {size}")
     for name, part in (("cache.key", key), ("cache.value", value)):
-        if not part.is_cpu or not part.is_contiguous():
-            raise refusal(name, part, key.dtype)
-    return CacheLayout(key.data_ptr(), value.data_ptr(), blocks, heads, d, size, key.dtype is _BF16)
+        writable(name, _contiguous(name, part, key.dtype))
+    return CacheLayout(address(key), address(value), blocks, heads, d, size, key.dtype == BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +169,19 @@ def step_sizes(inputs: AttentionInputs) -> StepSizes:
         whole_numbers(name, x, _INT)
     whole_numbers("slot_mapping", inputs.slot_mapping)
     count = lens.shape[0]
-    if start.shape != (count + 1,) or table.dim() != 2 or table.shape[0] != count:
+    if start.shape != (count + 1,) or table.ndim != 2 or table.shape[0] != count:
         raise ValueError(
             f"of {count} sequences query_start_loc is [{count + 1}] and block_table [{count}, B], got "
-            f"{tuple(start.shape)} and {tuple(table.shape)}"
+            f"{start.shape} and {table.shape}"
         )
-    bounds, contexts = start.numpy(), lens.numpy()
-    counts = bounds[1:] - bounds[:-1]
-    tokens = int(bounds[-1])
-    if bounds[0] != 0 or (counts < 0).any() or (counts > contexts).any():
+    counts = start[1:] - start[:-1]
+    tokens = int(start[-1])
+    if start[0] != 0 or (counts < 0).any() or (counts > lens).any():
         raise ValueError(
             "query_start_loc must ascend from 0, with no more queries than tokens in any sequence (seq_lens)"
         )
     if inputs.slot_mapping.shape != (tokens,):
-        raise ValueError(f"slot_mapping must be [{tokens}], got {tuple(inputs.slot_mapping.shape)}")
-    longest = int(contexts.max()) if count else 0
-    highest = int(table.numpy().view(np.uint32).max()) if table.numel() else -1
+        raise ValueError(f"slot_mapping must be [{tokens}], got {inputs.slot_mapping.shape}")
+    longest = int(lens.max()) if count else 0
+    highest = int(table.view(np.uint32).max()) if table.size else -1
     return StepSizes(tokens, longest, highest, table.shape[1])

@@ -1,4 +1,4 @@
-/* The small fused operations between the products: norms, rotary + KV write, activations, block copies.
+/* The small fused operations between the products: norms, rotary + KV write, activations, soft caps, block copies.
  *
  * All are bound by memory; each reads its inputs once. Rows are independent, and each is computed by one
  * thread.
@@ -97,6 +97,29 @@ static void act_item(const void *context, int64_t item) {
 EXPORT void pb_act_and_mul(const float *x, float *out, int64_t rows, int64_t d, int64_t activation, int64_t threads) {
     act_job job = {x, out, rows, d, (int)activation};
     pb_parallel(act_item, &job, ceil_div(rows, rows_per_item(d)), rows * d < 2 * FLOATS_PER_ITEM ? 1 : (int)threads);
+}
+
+/* Softcaps of whole arrays, in pieces that each one thread computes. */
+typedef struct {
+    float *x;
+    int64_t count;
+    float cap;
+} softcap_job;
+
+static void softcap_item(const void *context, int64_t item) {
+    const softcap_job *job = context;
+    int64_t i = item * FLOATS_PER_ITEM, end = i + FLOATS_PER_ITEM;
+    if (end > job->count) end = job->count;
+    for (; i < end; i += W) {
+        int n = end - i < W ? (int)(end - i) : W;
+        vstore_n(job->x + i, vtanh(vload_n(job->x + i, n) / job->cap) * job->cap, n);
+    }
+}
+
+/* x [count] = cap * tanh(x / cap), in place. */
+EXPORT void pb_softcap(float *x, int64_t count, double cap, int64_t threads) {
+    softcap_job job = {x, count, (float)cap};
+    pb_parallel(softcap_item, &job, ceil_div(count, FLOATS_PER_ITEM), count < 2 * FLOATS_PER_ITEM ? 1 : (int)threads);
 }
 
 typedef struct {

@@ -18,7 +18,7 @@ from torch import Tensor
 from paged_backend.kernels.array import Array
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import row_linear
-from paged_backend.kernels.tensor import as_tensor, tensor_dtype, tensor_dtype_name
+from paged_backend.kernels.tensor import as_array, as_tensor, tensor_dtype
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
@@ -67,56 +67,66 @@ class TritonKernels(Kernels):
     """
 
     name = "triton"
+    uses_numpy = False
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-        self.device = torch.device(device)
-        if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        self.device, self.dtype = device, dtype
+        self.torch_device, self.torch_dtype = torch.device(device), _DTYPES[dtype]
+        if self.torch_device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(
                 "Triton kernels run on a GPU: use device='cuda', or kernels='auto' on the CPU "
                 "(for tests only, TRITON_INTERPRET=1 interprets them there)"
             )
-        self.dtype = _DTYPES[dtype]
-        self._launch = Launcher.for_device(self.device)
+        self._launch = Launcher.for_device(self.torch_device)
+
+    def to_device(self, array: Array) -> Tensor:
+        return as_tensor(array).to(self.torch_device)
+
+    def to_host(self, array: Tensor) -> Array:
+        return as_array(array)
 
     # --- linears -------------------------------------------------------------------------------------------------
 
     def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> DenseLinear | IntLinear:
         """dtype: ``auto`` and the backend's own dtype store that; ``int8`` and ``int4`` as in ``quantize``."""
-        own = tensor_dtype_name(self.dtype)
-        if dtype not in ("auto", own, "int8", "int4"):
+        if dtype not in ("auto", self.dtype, "int8", "int4"):
             raise ValueError(
-                f"dtype must be auto, int8, int4 or {own}, the dtype of these kernels' activations; got {dtype!r}"
+                f"dtype must be auto, int8, int4 or {self.dtype}, as these kernels' activations; got {dtype!r}"
             )
-        on_device = None if bias is None else as_tensor(bias).to(self.device)
+        on_device = None if bias is None else as_tensor(bias).to(self.torch_device)
         if dtype in ("int8", "int4"):
             pack = quantize.quantize_int8 if dtype == "int8" else quantize.quantize_int4
-            parts = [pack(as_tensor(w).to(self.device)) for w in weights]
+            parts = [pack(as_tensor(w).to(self.torch_device)) for w in weights]
             return IntLinear(quantize.join(parts), on_device)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([as_tensor(w).to(self.device, self.dtype) for w in weights])
-        return DenseLinear(weight, on_device.to(self.dtype) if on_device is not None else None)
+        weight = torch.cat([as_tensor(w).to(self.torch_device, self.torch_dtype) for w in weights])
+        return DenseLinear(weight, on_device.to(self.torch_dtype) if on_device is not None else None)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         if x.shape[-1] != weight.in_features:
             raise ValueError(f"x has {x.shape[-1]} features, the weights take {weight.in_features}")
         if isinstance(weight, DenseLinear):
-            if self.device.type == "cpu":
+            if self.torch_device.type == "cpu":
                 parts = (x, weight.weight, weight.bias)
                 wide = [None if part is None else part.to(torch.float32).numpy() for part in parts]
-                return torch.from_numpy(row_linear(*wide)).to(self.dtype)
+                return torch.from_numpy(row_linear(*wide)).to(self.torch_dtype)
             return F.linear(x, weight.weight, weight.bias)
         if isinstance(weight, IntLinear):
             return self._launch.int_matmul(x.contiguous(), weight.weights, weight.bias)
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
+
+    def logits(self, x: Tensor, head: PackedLinear, softcap: float | None = None) -> Tensor:
+        scores = self.linear(x, head).to(torch.float32)
+        return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
     def embedding(self, ids: Tensor, table: PackedLinear) -> Tensor:
         """Rows as [T, K] in the backend's dtype. An id outside the table raises IndexError on the CPU only."""
         if isinstance(table, DenseLinear):
             return table.weight[ids]
         if isinstance(table, IntLinear):
-            return quantize.dequantize(table.weights, ids).to(self.dtype)
+            return quantize.dequantize(table.weights, ids).to(self.torch_dtype)
         raise TypeError(f"weights were packed by another backend ({type(table).__name__}); pack them here")
 
     # --- norms, activations, rotation ----------------------------------------------------------------------------
@@ -186,7 +196,9 @@ class TritonKernels(Kernels):
         values = (num_blocks, num_kv_heads, block_size, head_dim)
         kept = tensor_dtype(dtype)
         return [
-            LayerCache(*(torch.empty(shape, dtype=kept, device=self.device) for shape in (keys, values)))
+            LayerCache(
+                *(torch.empty(shape, dtype=kept, device=self.torch_device) for shape in (keys, values))
+            )
             for _ in range(num_layers)
         ]
 

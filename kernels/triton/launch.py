@@ -209,7 +209,7 @@ class Launcher:
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor
     ) -> Tensor:
         rows, v = logits.shape
-        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        if logits.dtype != torch.float32 or (rows and logits.stride(1) != 1):
             raise ValueError("logits must be float32 with contiguous rows")
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if rows:

@@ -206,7 +206,7 @@ def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:
             found["in_use"] = select_kernels("c").name
     except builder.KernelBuildError as error:
         found["in_use"], found["error"] = "reference", str(error)
-        warnings.append(f"the slow torch kernels are used: {error}")
+        warnings.append(f"the slow numpy kernels are used: {error}")
     return found
 
 

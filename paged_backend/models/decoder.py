@@ -10,28 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from paged_backend.checkpoints.checkpoint import TensorSource
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
-from paged_backend.kernels.tensor import as_tensor
+from paged_backend.kernels.array import float32
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache, PackedLinear
 from paged_backend.models.rope import RotaryEmbedding
 from paged_backend.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor
+    input_norm: DeviceArray
     qkv: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: DeviceArray | None
+    k_norm: DeviceArray | None
     out: PackedLinear
-    post_attention_norm: Tensor | None
-    mlp_norm: Tensor
+    post_attention_norm: DeviceArray | None
+    mlp_norm: DeviceArray
     gate_up: PackedLinear
     down: PackedLinear
-    post_mlp_norm: Tensor | None
+    post_mlp_norm: DeviceArray | None
     window: int | None
     rope: int
 
@@ -61,19 +60,18 @@ class Decoder:
         self.norm = pack.norm("model.norm.weight")
         self.lm_head = self.embed_tokens if spec.tied else pack.table("lm_head.weight")
         self.ropes = [RotaryEmbedding(rope, self.max_model_len) for rope in spec.rope_specs]
-        if kernels.device.type != "cpu":
+        if not kernels.uses_numpy:
             for rope in self.ropes:
-                rope.tabulate(self.max_model_len, kernels.device)
+                rope.tabulate(self.max_model_len, kernels)
 
-    @torch.inference_mode()
     def forward(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
+        input_ids: DeviceArray,
+        positions: DeviceArray,
         attention: AttentionInputs,
-        logit_rows: Tensor,
+        logit_rows: DeviceArray,
         caches: Sequence[LayerCache],
-    ) -> Tensor:
+    ) -> DeviceArray:
         """One step over a flat batch -> logits float32 [R, vocab].
 
         input_ids, positions: int64 [T]. logit_rows: int64 [R], rows of the batch whose logits are wanted,
@@ -95,8 +93,8 @@ class Decoder:
             )
             last = i + 1 == len(self.layers)
             if last:
-                if logit_rows.numel() == 0:
-                    return torch.empty(0, spec.vocab_size, dtype=torch.float32, device=kernels.device)
+                if len(logit_rows) == 0:
+                    return kernels.to_device(np.empty((0, spec.vocab_size), np.float32))
                 # keys and values are all written: only rows that need logits go on
                 hidden, residual = hidden[logit_rows], residual[logit_rows]
             hidden = kernels.linear(hidden, layer.out)
@@ -111,28 +109,25 @@ class Decoder:
             next_norm = self.norm if last else self.layers[i + 1].input_norm
             hidden = kernels.add_rms_norm(hidden, residual, next_norm, eps)
 
-        logits = kernels.linear(hidden, self.lm_head).to(torch.float32)
-        if spec.final_softcap is not None:
-            logits = torch.tanh(logits / spec.final_softcap) * spec.final_softcap
-        return logits
+        return kernels.logits(hidden, self.lm_head, spec.final_softcap)
 
     def _attention(
         self,
         layer: _Layer,
-        hidden: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
+        hidden: DeviceArray,
+        cos_sin: tuple[DeviceArray, DeviceArray],
         cache: LayerCache,
-        slot_mapping: Tensor,
+        slot_mapping: DeviceArray,
         plan: Any,
-    ) -> Tensor:
+    ) -> DeviceArray:
         """hidden [T, D] -> heads' outputs [T, H * D], before the output projection."""
         kernels, spec = self.kernels, self.spec
         heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = kernels.linear(hidden, layer.qkv).view(len(hidden), heads + 2 * groups, dim)
+        qkv = kernels.linear(hidden, layer.qkv).reshape(len(hidden), heads + 2 * groups, dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q.contiguous(), layer.q_norm, spec.norm_eps)
-            k = kernels.rms_norm(k.contiguous(), layer.k_norm, spec.norm_eps)
+            q = kernels.rms_norm(q, layer.q_norm, spec.norm_eps)
+            k = kernels.rms_norm(k, layer.k_norm, spec.norm_eps)
         kernels.rotary_and_cache(q, k, v, *cos_sin, cache, slot_mapping)
         return kernels.paged_attention(
             plan, q, cache, spec.scale, window=layer.window, softcap=spec.attention_softcap
@@ -161,9 +156,11 @@ class _Packer:
             [self.weights[name]()], None, "int8" if self.dtype == "int4" else self.dtype
         )
 
-    def norm(self, name: str) -> Tensor:
-        weight = as_tensor(self.weights[name]()).to(self.kernels.device, torch.float32, copy=True)
-        return weight + 1.0 if self.spec.norm_plus_one else weight
+    def norm(self, name: str) -> DeviceArray:
+        weight = np.array(
+            float32(self.weights[name]())
+        )  # a copy: a view of a mapped file would die with the file
+        return self.kernels.to_device(weight + np.float32(1) if self.spec.norm_plus_one else weight)
 
     def linear(self, names: Sequence[str], bias: bool) -> PackedLinear:
         weights = [self.weights[f"{name}.weight"]() for name in names]

@@ -15,35 +15,38 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from paged_backend.kernels.array import Array
+from paged_backend.kernels.base import DeviceArray, Kernels
 from paged_backend.models.spec import RopeSpec
 
 _CHUNK = 1024
-_CPU = torch.device("cpu")
 
 
-def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Array, float]:
     """Frequencies float32 [R/2] and the multiplier of cos and sin, for sequences up to max_model_len."""
-    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=_CPU) / spec.dim
+    exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
     if spec.rope_type == "default":
-        return 1.0 / spec.theta**exponents, 1.0
+        return 1 / _power(spec.theta, exponents), 1.0
     if spec.rope_type == "linear":
-        return 1.0 / spec.theta**exponents / spec.factor, 1.0
+        return 1 / _power(spec.theta, exponents) / np.float32(spec.factor), 1.0
     if spec.rope_type == "dynamic":
-        return 1.0 / _stretched_base(spec, max_model_len) ** exponents, 1.0
+        return 1 / _power(_stretched_base(spec, max_model_len), exponents), 1.0
     if spec.rope_type == "llama3":
-        return _llama3(spec, 1.0 / spec.theta**exponents), 1.0
+        return _llama3(spec, 1 / _power(spec.theta, exponents)), 1.0
     if spec.rope_type == "yarn":
-        return _yarn(spec, spec.theta**exponents), _yarn_attention_factor(spec)
+        return _yarn(spec, _power(spec.theta, exponents)), _yarn_attention_factor(spec)
     if spec.rope_type == "longrope":
         long = max_model_len > spec.original_max_position
-        factors = torch.tensor(
-            spec.long_factor if long else spec.short_factor, dtype=torch.float32, device=_CPU
-        )
-        return 1.0 / (factors * spec.theta**exponents), _longrope_attention_factor(spec)
+        factors = np.array(spec.long_factor if long else spec.short_factor, np.float32)
+        return 1 / (factors * _power(spec.theta, exponents)), _longrope_attention_factor(spec)
     raise ValueError(f"unknown rope type {spec.rope_type!r}")
+
+
+def _power(base: float, exponents: Array) -> Array:
+    """float32, each the nearest to the true value, whatever the machine."""
+    return np.power(base, exponents, dtype=np.float64).astype(np.float32)
 
 
 def _stretched_base(spec: RopeSpec, max_model_len: int) -> float:
@@ -52,15 +55,15 @@ def _stretched_base(spec: RopeSpec, max_model_len: int) -> float:
     return spec.theta * stretch ** (spec.dim / (spec.dim - 2))
 
 
-def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+def _llama3(spec: RopeSpec, inv_freq: Array) -> Array:
     """Slow rotations are interpolated, fast ones kept, those between blended by how often they turn."""
     turns = spec.original_max_position * inv_freq / (2 * math.pi)
     keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    keep = keep.clamp(0, 1)
+    keep = keep.clip(0, 1)
     return inv_freq * keep + inv_freq / spec.factor * (1 - keep)
 
 
-def _yarn(spec: RopeSpec, period: Tensor) -> Tensor:
+def _yarn(spec: RopeSpec, period: Array) -> Array:
     def dimension_of(turns: float) -> float:
         """The (fractional) dimension that turns this often within the original context."""
         return (
@@ -73,8 +76,8 @@ def _yarn(spec: RopeSpec, period: Tensor) -> Tensor:
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32, device=_CPU) - low) / (high - low or 0.001)
-    interpolate = ramp.clamp(0, 1)
+    ramp = (np.arange(spec.dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
+    interpolate = ramp.clip(0, 1)
     return 1.0 / (spec.factor * period) * interpolate + 1.0 / period * (1 - interpolate)
 
 
@@ -101,39 +104,39 @@ def _longrope_attention_factor(spec: RopeSpec) -> float:
 class RotaryEmbedding:
     """cos and sin by position, tabulated as far as positions have been asked for.
 
-    The table grows in whole chunks of positions, so that a position's values do not depend on the batch that
-    first needed them.
+    Each is the float32 nearest to that of its angle, on every machine: libraries' own float32 functions differ from
+    that, and from each other, in some last bits.
     """
 
     def __init__(self, spec: RopeSpec, max_model_len: int) -> None:
         self.inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
-        self._cos = torch.empty(0, spec.dim // 2, dtype=torch.float32, device=_CPU)
-        self._sin = torch.empty(0, spec.dim // 2, dtype=torch.float32, device=_CPU)
+        self._cos: DeviceArray = np.empty((0, spec.dim // 2), np.float32)
+        self._sin: DeviceArray = np.empty((0, spec.dim // 2), np.float32)
         self._complete = False
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         """positions int64 [T] -> cos, sin float32 [T, R/2]."""
         if not self._complete:
             self._grow(int(positions.max()) + 1)
         return self._cos[positions], self._sin[positions]
 
-    def tabulate(self, length: int, device: torch.device) -> None:
-        """Fill the table for all positions below ``length`` and keep it on ``device``.
+    def tabulate(self, length: int, kernels: Kernels) -> None:
+        """Fill the table for all positions below ``length`` and keep it where ``kernels`` compute.
 
         Positions are then looked up without being looked at, which on a GPU would mean waiting for it.
         """
         self._grow(length)
-        self._cos, self._sin, self._complete = self._cos.to(device), self._sin.to(device), True
+        self._cos, self._sin = kernels.to_device(self._cos), kernels.to_device(self._sin)
+        self._complete = True
 
     def _grow(self, length: int) -> None:
         missing = length - len(self._cos)
         if missing > 0:
             # at least doubling keeps the copying linear in the longest sequence
             chunks = -(-max(missing, len(self._cos)) // _CHUNK)
-            angles = [self._angles(len(self._cos) + i * _CHUNK) for i in range(chunks)]
-            self._cos = torch.cat([self._cos, *(a.cos() * self.attention_factor for a in angles)])
-            self._sin = torch.cat([self._sin, *(a.sin() * self.attention_factor for a in angles)])
-
-    def _angles(self, start: int) -> Tensor:
-        positions = torch.arange(start, start + _CHUNK, dtype=torch.float32, device=_CPU)
-        return positions[:, None] * self.inv_freq
+            start, stop = len(self._cos), len(self._cos) + chunks * _CHUNK
+            # angles are float32, as models were trained with
+            angles = (np.arange(start, stop, dtype=np.float32)[:, None] * self.inv_freq).astype(np.float64)
+            factor = np.float32(self.attention_factor)
+            self._cos = np.concatenate([self._cos, np.cos(angles).astype(np.float32) * factor])
+            self._sin = np.concatenate([self._sin, np.sin(angles).astype(np.float32) * factor])

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from paged_backend.batch import Batch
 from paged_backend.errors import DeviceLostError
-from paged_backend.kernels.tensor import as_array
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 from paged_backend.kernels.triton.penalties import Penalties
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
@@ -71,11 +70,13 @@ class DeviceRunner(Runner):
         self.vocab_size = spec.vocab_size
         self.memory = GrowingCache(kernels, spec, num_blocks, block_size, kv_dtype)
         self.sampler = Sampler()
-        self._staging = Staging(kernels.device)
+        self._staging = Staging(kernels.torch_device)
         self._whole_contexts = whole_contexts
-        self._ids = torch.zeros(num_blocks, block_size, dtype=torch.int64, device=kernels.device)  # by slot
-        self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.device)
-        if capture is None and graphs and kernels.device.type == "cuda":
+        self._ids = torch.zeros(
+            num_blocks, block_size, dtype=torch.int64, device=kernels.torch_device
+        )  # by slot
+        self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=kernels.torch_device)
+        if capture is None and graphs and kernels.torch_device.type == "cuda":
             capture = CudaCapture()
         self._logits: Tensor | None = (
             None  # of the last decode step that was asked for them, [max_num_seqs, V]
@@ -127,12 +128,12 @@ class DeviceRunner(Runner):
         batch = Batch.build(scheduled, self.block_size)
         lens = batch.attention.seq_lens
         arrays = {
-            "input_ids": batch.input_ids.numpy(),
-            "positions": batch.positions.numpy(),
-            "slot_mapping": batch.attention.slot_mapping.numpy(),
-            "query_start_loc": batch.attention.query_start_loc.numpy(),
-            "seq_lens": lens.numpy(),
-            "block_table": batch.attention.block_table.numpy(),
+            "input_ids": batch.input_ids,
+            "positions": batch.positions,
+            "slot_mapping": batch.attention.slot_mapping,
+            "query_start_loc": batch.attention.query_start_loc,
+            "seq_lens": lens,
+            "block_table": batch.attention.block_table,
         }
         rows, picks = rows_of(scheduled)
         arrays |= sampling_columns(rows)
@@ -148,11 +149,11 @@ class DeviceRunner(Runner):
         if self._graphs is not None and is_decode(scheduled):
             if others and self._logits is None:
                 shape = (len(self._drawn), self.vocab_size)
-                self._logits = torch.empty(shape, dtype=torch.float32, device=self.kernels.device)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self.kernels.torch_device)
             (tokens,) = self._graphs.run(variant, arrays, longest)
             tokens, source, picked = tokens[: len(rows)], self._logits, others
         else:
-            arrays["logit_rows"] = batch.logit_rows.numpy()
+            arrays["logit_rows"] = batch.logit_rows
             arrays["picks"] = np.array(picks, np.int64)
             tensors = self._staging.send(arrays)
             if int(arrays["input_ids"].min()) < 0:
@@ -175,7 +176,7 @@ class DeviceRunner(Runner):
             sampled = sampled_of(drawn())
             if left is not None:
                 for i, other in zip(
-                    others, self.sampler.sample(as_array(left.float()), [rows[i] for i in others])
+                    others, self.sampler.sample(self.kernels.to_host(left.float()), [rows[i] for i in others])
                 ):
                     sampled[i] = other
             return self._results(scheduled, logits, sampled)
@@ -218,7 +219,7 @@ class DeviceRunner(Runner):
             count = len(sequence.scored_ids)
             scores: list[Sampled] = []
             if count and logits is not None:
-                scored = as_array(logits[first : first + count].float())
+                scored = self.kernels.to_host(logits[first : first + count].float())
                 scores = self.sampler.prompt_logprobs(scored, sequence.scored_ids, sequence.num_top)
             first += len(sequence.logit_rows)
             results.append(Result([next(drawn) for _ in sequence.rows], scores))
@@ -245,12 +246,12 @@ class DeviceRunner(Runner):
 
     def _decode(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """What a graph does: one token of each row, its logits, its draw."""
-        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.torch_device)
         return (self._draw(self._forward(tensors, rows, (1,), longest), tensors),)
 
     def _decode_penalised(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """The same, with penalties."""
-        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.torch_device)
         logits = self._forward(tensors, rows, (1,), longest)
         self._penalise(logits, tensors, longest)
         return (self._draw(logits, tensors),)
@@ -261,7 +262,7 @@ class DeviceRunner(Runner):
 
     def _decode_with_logits(self, tensors: dict[str, Tensor], longest: int) -> tuple[Tensor]:
         """The same, leaving the logits where the host finds those of the rows that it draws itself."""
-        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.device)
+        rows = torch.arange(len(tensors["seq_lens"]), device=self.kernels.torch_device)
         logits = self._forward(tensors, rows, (1,), longest)
         if self._logits is not None:
             self._logits[: len(rows)].copy_(logits)
@@ -283,15 +284,15 @@ class DeviceRunner(Runner):
         self._graphs = self._logits = None
         self.memory.caches.clear()
         del self.model
-        if self.kernels.device.type == "cuda":
+        if self.kernels.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _make_room(self, blocks: int) -> None:
         if blocks <= self.memory.held:
             return
         if self._graphs is not None:
-            if self.kernels.device.type == "cuda":
-                torch.cuda.synchronize(self.kernels.device)  # one of them may be running
+            if self.kernels.torch_device.type == "cuda":
+                torch.cuda.synchronize(self.kernels.torch_device)  # one of them may be running
             self._graphs.clear()  # they hold the addresses of tensors of which the first may move before the last fails
         self.memory.ensure(blocks)
 
@@ -301,9 +302,9 @@ class DeviceRunner(Runner):
         try:
             yield
         except Exception as error:
-            if self.kernels.device.type == "cuda":
+            if self.kernels.torch_device.type == "cuda":
                 try:
-                    torch.cuda.synchronize(self.kernels.device)
+                    torch.cuda.synchronize(self.kernels.torch_device)
                 except Exception as gone:
                     raise DeviceLostError(
                         f"the GPU does not answer any more ({gone}), after: {error}; start a new process"

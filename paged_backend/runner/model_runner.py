@@ -8,31 +8,27 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from paged_backend.batch import Batch
-from paged_backend.kernels.array import ITEMSIZE
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
-from paged_backend.kernels.tensor import as_array
+from paged_backend.kernels.array import ITEMSIZE, address
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
 
 
 class Model(Protocol):
-    """What can be run: the native decoder, or anything with the same forward."""
+    """What can be run: the native decoder, or anything with the same forward. Arrays are those of its kernels."""
 
     spec: DecoderSpec
 
     def forward(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
+        input_ids: DeviceArray,
+        positions: DeviceArray,
         attention: AttentionInputs,
-        logit_rows: Tensor,
+        logit_rows: DeviceArray,
         caches: Sequence[LayerCache],
-    ) -> Tensor: ...
+    ) -> DeviceArray: ...
 
 
 class ModelRunner(Runner):
@@ -61,10 +57,9 @@ class ModelRunner(Runner):
         """Bytes of one block's keys and values over all layers."""
         return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * ITEMSIZE[kv_dtype]
 
-    @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
-        batch = Batch.build(scheduled, self.block_size)
-        logits = as_array(
+        batch = Batch.build(scheduled, self.block_size).on(self.kernels)
+        logits = self.kernels.to_host(
             self.model.forward(
                 batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
             )
@@ -94,7 +89,6 @@ class ModelRunner(Runner):
             Result([next(drawn) for _ in sequence.rows], score) for sequence, score in zip(scheduled, scores)
         ]
 
-    @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.kernels.copy_blocks(self.caches, pairs)
 
@@ -115,8 +109,8 @@ class ModelRunner(Runner):
             else:
                 runs.append((block, block + 1))
         for cache in self.caches:
-            for tensor in (cache.key, cache.value):
-                first, size = tensor.data_ptr(), tensor[0].nbytes
+            for array in (cache.key, cache.value):
+                first, size = address(array), array[0].nbytes
                 for low, high in runs:
                     start = -(-(first + low * size) // page) * page
                     stop = (first + high * size) // page * page

@@ -233,7 +233,7 @@ def test_what_steps_and_prompts_cost_at_least_is_counted_as_the_page_on_gpus_doe
     kernels = TritonKernels("cpu", "float32")
     for tied in (False, True):
         config = small_llama() | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
-        checkpoint = random_checkpoint(config, kernels.device)
+        checkpoint = random_checkpoint(config, kernels.torch_device)
         decoder = Decoder(spec_from_config(config), checkpoint.tensors, kernels)
         layer = {"qkv": 16 * 32, "rest": 16 * 16 + 3 * 16 * 16}
         assert weight_bytes(decoder) == 4 * (2 * sum(layer.values()) + 50 * 16)

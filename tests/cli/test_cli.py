@@ -396,7 +396,7 @@ def test_slow_kernels_are_warned_of_in_one_line_without_source_code(run, tmp_pat
     monkeypatch.setenv("CC", "no-such-compiler")
     result = run("five jugs", options=["--num-blocks", "128"])
     assert result.exit_code == 0
-    assert result.stderr.startswith("paged-backend: using the slow torch kernels: CC='no-such-compiler'")
+    assert result.stderr.startswith("paged-backend: using the slow numpy kernels: CC='no-such-compiler'")
     assert result.stderr.count("\n") == 1
 
 

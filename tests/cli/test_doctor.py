@@ -64,7 +64,7 @@ def test_what_would_keep_the_kernels_from_being_compiled_is_a_warning(
     monkeypatch.setenv(variable, value)
     report = doctor.examine()
     assert report["kernels"]["in_use"] == "reference"
-    assert any("slow torch kernels" in warning and hint in warning for warning in report["warnings"])
+    assert any("slow numpy kernels" in warning and hint in warning for warning in report["warnings"])
 
 
 def test_an_extra_that_is_missing_is_named_with_its_install_command_and_is_no_problem(monkeypatch):

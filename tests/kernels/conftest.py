@@ -10,6 +10,7 @@ from pathlib import Path
 import arm_emulator
 import pytest
 import torch
+from tensors import OnTensors
 
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.cpu.build import TARGETS, WITHOUT_MATRIX_UNIT, build
@@ -59,17 +60,17 @@ def library(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session", params=[*_BUILDS, *_EMULATED])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnTensors:
     """One build with one thread; a test that wants more sets ``threads`` through ``threads``."""
     if request.param not in _EMULATED:
-        return CpuKernels(1, build(_BUILDS[request.param]))
+        return OnTensors(CpuKernels(1, build(_BUILDS[request.param])))
     kernels = CpuKernels(1)
     kernels._lib = arm_emulator.EmulatedLibrary(tmp_path_factory.mktemp(request.param))  # type: ignore[assignment]
-    return kernels
+    return OnTensors(kernels)
 
 
 @pytest.fixture
-def threads(kernels: CpuKernels):  # type: ignore[no-untyped-def]
+def threads(kernels: OnTensors):  # type: ignore[no-untyped-def]
     """Set the number of threads for the length of a test."""
 
     def use(count: int) -> None:

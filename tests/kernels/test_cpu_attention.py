@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache
-from paged_backend.kernels.cpu.backend import CpuKernels
 
 
 class Case:
@@ -40,7 +40,7 @@ class Case:
 
     def run(
         self,
-        kernels: CpuKernels,
+        kernels: OnTensors,
         picks: list[tuple[int, int, int]],
         queries: list[torch.Tensor],
         **options: object,
@@ -108,7 +108,7 @@ class Case:
     ],
 )
 def test_attention_equals_dense(
-    kernels: CpuKernels, head_shape: tuple[int, int, int], variant: str, dtype: torch.dtype
+    kernels: OnTensors, head_shape: tuple[int, int, int], variant: str, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim = head_shape
     size = (16, 32, 4)[(heads + dim) % 3]
@@ -139,7 +139,7 @@ def test_attention_equals_dense(
     ],
 )
 def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(
-    kernels: CpuKernels,
+    kernels: OnTensors,
     threads: Callable[[int], None],
     dim: int,
     size: int,
@@ -173,7 +173,7 @@ def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(
                 assert torch.equal(out, expected[s][start:stop]), (count, s, start, stop)
 
 
-def test_a_query_that_is_not_finite_does_not_touch_its_neighbours(kernels: CpuKernels) -> None:
+def test_a_query_that_is_not_finite_does_not_touch_its_neighbours(kernels: OnTensors) -> None:
     case = Case([40], 1, 64)
     queries = [torch.randn(40, 3, 64)]
     clean = case.run(kernels, [(0, 20, 40)], queries)[0].view(20, 3, 64)
@@ -184,14 +184,14 @@ def test_a_query_that_is_not_finite_does_not_touch_its_neighbours(kernels: CpuKe
     assert torch.equal(out, clean)
 
 
-def test_other_cache_dtypes_are_refused(kernels: CpuKernels) -> None:
+def test_other_cache_dtypes_are_refused(kernels: OnTensors) -> None:
     case = Case([4], 1, 64, dtype=torch.float16)
     with pytest.raises(TypeError, match="float16"):
         case.run(kernels, [(0, 0, 4)], [torch.randn(4, 1, 64)])
 
 
 @pytest.mark.parametrize("size", [100, 1000, 100_000])
-def test_scores_of_any_size_stay_finite(kernels: CpuKernels, size: int) -> None:
+def test_scores_of_any_size_stay_finite(kernels: OnTensors, size: int) -> None:
     case = Case([300], 1, 64)
     q = torch.randn(300, 2, 64) * size
     out = case.run(kernels, [(0, 250, 300)], [q])[0].double()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.kernels.cpu import build as build_module
 from paged_backend.kernels.cpu.backend import _SIGNATURES, CpuKernels
@@ -293,7 +294,7 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
     code = (
         "import torch; torch.zeros(4) @ torch.zeros(4)\n"
         "from paged_backend.kernels.cpu.backend import CpuKernels\n"
-        "k = CpuKernels(2); k.linear(torch.randn(64, 512), k.pack_linear([torch.randn(512, 512).numpy()]))\n"
+        "k = CpuKernels(2); k.linear(torch.randn(64, 512).numpy(), k.pack_linear([torch.randn(512, 512).numpy()]))\n"
         "maps = open('/proc/self/maps').read().split()\n"
         "assert len({m for m in maps if 'libgomp' in m or 'libiomp' in m or 'libomp' in m}) <= 1\n"
     )
@@ -303,7 +304,7 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
 
 
 def test_two_python_threads_share_the_pool() -> None:
-    kernels = CpuKernels(2)
+    kernels = OnTensors(CpuKernels(2))
     packed = pack(kernels, [torch.randn(480, 256)])
     x = torch.randn(64, 256)
     expected = kernels.linear(x, packed)
@@ -325,7 +326,7 @@ def test_two_python_threads_share_the_pool() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_starts_its_own_workers() -> None:
-    kernels = CpuKernels(2)
+    kernels = OnTensors(CpuKernels(2))
     packed = pack(kernels, [torch.randn(480, 256)])
     x = torch.randn(64, 256)
     expected = kernels.linear(x, packed)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from packing import pack
-
-from paged_backend.kernels.cpu.backend import CpuKernels
+from tensors import OnTensors
 
 # N not a multiple of a panel, K odd, one panel exactly, more than one row block
 EXACT, INTEGER = ["float32", "bfloat16"], ["int8", "int4"]
@@ -22,7 +21,7 @@ def _weights(n: int, k: int, dtype: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_linear_equals_the_fp64_product(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
+def test_linear_equals_the_fp64_product(kernels: OnTensors, n: int, k: int, dtype: str) -> None:
     weight, bias = _weights(n, k, dtype), torch.randn(n)
     cut = n // 3
     packed = pack(kernels, [weight[:cut], weight[cut:]], [None, bias[cut:]], dtype)
@@ -39,7 +38,7 @@ def test_linear_equals_the_fp64_product(kernels: CpuKernels, n: int, k: int, dty
 @pytest.mark.parametrize("dtype", INTEGER)
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (100, 1500)])
 def test_integer_weights_multiply_like_what_they_stand_for(
-    kernels: CpuKernels, n: int, k: int, dtype: str
+    kernels: OnTensors, n: int, k: int, dtype: str
 ) -> None:
     weight, bias = torch.randn(n, k), torch.randn(n)
     packed = pack(kernels, [weight[: n // 3], weight[n // 3 :]], [None, bias[n // 3 :]], dtype)
@@ -62,14 +61,14 @@ def test_integer_weights_multiply_like_what_they_stand_for(
         assert (error <= bound).all()
 
 
-def test_int4_weights_have_a_zero_point_of_their_own(kernels: CpuKernels) -> None:
+def test_int4_weights_have_a_zero_point_of_their_own(kernels: OnTensors) -> None:
     weight = torch.rand(40, 96) + 3.0
     stored = kernels.embedding(torch.arange(40), pack(kernels, [weight], dtype="int4"))
     assert (stored - weight).abs().max() < 4.0 / 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_int4_group_is_no_worse_than_its_plain_range(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_an_int4_group_is_no_worse_than_its_plain_range(kernels: OnTensors, dtype: torch.dtype) -> None:
     weight = (torch.randn(37, 32 * 5) ** 3).to(dtype)  # long tails, where a smaller range pays
     packed = pack(kernels, [weight[:5], weight[5:]], dtype="int4")  # the second begins within a panel
     stored = kernels.embedding(torch.arange(37), packed)
@@ -90,7 +89,7 @@ def test_an_int4_group_is_no_worse_than_its_plain_range(kernels: CpuKernels, dty
     assert ours.mean() < squared(plain.float()).mean()
 
 
-def test_integer_weights_of_zero_stay_zero(kernels: CpuKernels) -> None:
+def test_integer_weights_of_zero_stay_zero(kernels: OnTensors) -> None:
     weight = torch.randn(50, 70)
     weight[7] = 0
     for dtype in INTEGER:
@@ -99,7 +98,7 @@ def test_integer_weights_of_zero_stay_zero(kernels: CpuKernels) -> None:
         assert (kernels.embedding(torch.tensor([7]), packed) == 0).all()
 
 
-def test_small_weights_take_small_memory(kernels: CpuKernels) -> None:
+def test_small_weights_take_small_memory(kernels: OnTensors) -> None:
     weight = torch.randn(480, 576)
     bits = {d: pack(kernels, [weight], None, d).nbytes() * 8 / weight.numel() for d in (*EXACT, *INTEGER)}
     assert bits["float32"] == 32
@@ -111,7 +110,7 @@ def test_small_weights_take_small_memory(kernels: CpuKernels) -> None:
 @pytest.mark.parametrize("dtype", [*EXACT, *INTEGER])
 @pytest.mark.parametrize("k", [333, 1200])
 def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
-    kernels: CpuKernels, threads: Callable[[int], None], dtype: str, k: int
+    kernels: OnTensors, threads: Callable[[int], None], dtype: str, k: int
 ) -> None:
     packed = pack(kernels, [_weights(205, k, dtype)], None, dtype)
     x = torch.randn(300, k)
@@ -125,7 +124,7 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
 
 
 def test_denormal_numbers_are_kept_whatever_the_thread_does_with_them(
-    kernels: CpuKernels, threads: Callable[[int], None]
+    kernels: OnTensors, threads: Callable[[int], None]
 ) -> None:
     packed = pack(kernels, [torch.full((205, 1200), 1e-21)], dtype="float32")
     x = torch.full((300, 1200), 1e-21)
@@ -140,7 +139,7 @@ def test_denormal_numbers_are_kept_whatever_the_thread_does_with_them(
     assert torch.equal(found, expected)
 
 
-def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
+def test_storage_is_chosen_so_that_nothing_is_lost(kernels: OnTensors) -> None:
     exact = torch.randn(64, 40).bfloat16()
     assert pack(kernels, [exact]).dtype == "bfloat16"
     assert pack(kernels, [exact.float()]).dtype == "bfloat16"
@@ -151,7 +150,7 @@ def test_storage_is_chosen_so_that_nothing_is_lost(kernels: CpuKernels) -> None:
     assert torch.equal(kernels.embedding(torch.arange(64), packed), half.float())
 
 
-def test_rounding_to_bf16_equals_torch(kernels: CpuKernels) -> None:
+def test_rounding_to_bf16_equals_torch(kernels: OnTensors) -> None:
     weight = torch.randn(70, 51)
     weight[3, 5], weight[4, 6] = float("inf"), 0.0
     packed = pack(kernels, [weight], dtype="bfloat16")
@@ -161,7 +160,7 @@ def test_rounding_to_bf16_equals_torch(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str) -> None:
+def test_embedding_returns_rows(kernels: OnTensors, n: int, k: int, dtype: str) -> None:
     weight = _weights(n, k, dtype)
     packed = pack(kernels, [weight], None, dtype)
     ids = torch.randint(0, n, (17,))
@@ -171,7 +170,7 @@ def test_embedding_returns_rows(kernels: CpuKernels, n: int, k: int, dtype: str)
 
 
 @pytest.mark.parametrize("dtype", [*EXACT, *INTEGER])
-def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels, dtype: str) -> None:
+def test_non_finite_inputs_stay_in_their_row(kernels: OnTensors, dtype: str) -> None:
     packed = pack(kernels, [_weights(60, 33, dtype)], None, dtype)
     x = torch.randn(9, 33)
     clean = kernels.linear(x, packed)
@@ -182,7 +181,7 @@ def test_non_finite_inputs_stay_in_their_row(kernels: CpuKernels, dtype: str) ->
     assert torch.equal(out[rest], clean[rest])
 
 
-def test_wrong_arguments_are_named(kernels: CpuKernels) -> None:
+def test_wrong_arguments_are_named(kernels: OnTensors) -> None:
     packed = pack(kernels, [torch.randn(6, 8)])
     with pytest.raises(ValueError, match="9 features"):
         kernels.linear(torch.randn(2, 9), packed)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import OnTensors
 
 from paged_backend.kernels.base import LayerCache
-from paged_backend.kernels.cpu.backend import CpuKernels
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _two_threads(threads: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 33), (70, 576), (4, 5, 64), (2, 3, 20)])
-def test_rms_norm(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
+def test_rms_norm(kernels: OnTensors, shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected, rtol=2e-6, atol=1e-6)
@@ -26,7 +26,7 @@ def test_rms_norm(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 576), (65, 577), (300, 40)])
 def test_add_rms_norm_changes_the_residual_and_normalises_it(
-    kernels: CpuKernels, shape: tuple[int, int]
+    kernels: OnTensors, shape: tuple[int, int]
 ) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
     total = x + residual
@@ -36,7 +36,7 @@ def test_add_rms_norm_changes_the_residual_and_normalises_it(
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=1e-6)
 
 
-def test_rms_norm_takes_a_strided_view(kernels: CpuKernels) -> None:
+def test_rms_norm_takes_a_strided_view(kernels: OnTensors) -> None:
     qkv, weight = torch.randn(5, 3 * 32), torch.randn(32)
     x = qkv.view(5, 3, 32)[:, :2]
     assert torch.equal(kernels.rms_norm(x, weight, 1e-6), kernels.rms_norm(x.contiguous(), weight, 1e-6))
@@ -44,7 +44,7 @@ def test_rms_norm_takes_a_strided_view(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 66), (70, 3072)])
-def test_act_and_mul(kernels: CpuKernels, activation: str, shape: tuple[int, int]) -> None:
+def test_act_and_mul(kernels: OnTensors, activation: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape) * 4
     gate, up = x.double().chunk(2, -1)
     expected = {
@@ -56,7 +56,7 @@ def test_act_and_mul(kernels: CpuKernels, activation: str, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_activations_over_the_whole_range(kernels: CpuKernels, activation: str) -> None:
+def test_activations_over_the_whole_range(kernels: OnTensors, activation: str) -> None:
     gate = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([-1e30, -3e4, 0.0, 3e4, 1e30])])
     x = torch.stack([gate, torch.ones_like(gate)], 1)
     out = kernels.act_and_mul(x.view(-1, 2), activation)[:, 0].double()
@@ -69,7 +69,7 @@ def test_activations_over_the_whole_range(kernels: CpuKernels, activation: str) 
     assert kernels.act_and_mul(x, activation)[:, 0].isnan().nonzero().flatten().tolist() == [7]
 
 
-def test_unknown_activation_is_refused(kernels: CpuKernels) -> None:
+def test_unknown_activation_is_refused(kernels: OnTensors) -> None:
     with pytest.raises(ValueError, match="relu"):
         kernels.act_and_mul(torch.randn(2, 4), "relu")
 
@@ -88,7 +88,7 @@ def test_unknown_activation_is_refused(kernels: CpuKernels) -> None:
     ],
 )
 def test_rotary_and_cache(
-    kernels: CpuKernels,
+    kernels: OnTensors,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -129,7 +129,7 @@ def test_rotary_and_cache(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copy_blocks_copies_every_layer(kernels: CpuKernels, dtype: str) -> None:
+def test_copy_blocks_copies_every_layer(kernels: OnTensors, dtype: str) -> None:
     caches = kernels.empty_cache(3, 6, 2, 8, 16, dtype)
     for cache in caches:
         cache.key.normal_(), cache.value.normal_()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.config import EngineConfig
 from paged_backend.kernels.cpu.backend import CpuKernels
@@ -15,12 +16,12 @@ BITS = {"highest": 24, "high": 16, "medium": 8}
 
 
 @pytest.fixture(scope="module", params=BITS)
-def precise(request: pytest.FixtureRequest, library: Path) -> tuple[CpuKernels, int]:
-    return CpuKernels(2, library, request.param), BITS[request.param]
+def precise(request: pytest.FixtureRequest, library: Path) -> tuple[OnTensors, int]:
+    return OnTensors(CpuKernels(2, library, request.param)), BITS[request.param]
 
 
 @pytest.mark.parametrize(("n", "k"), [(5, 7), (100, 37), (250, 129), (577, 192)])
-def test_an_activation_keeps_its_bits(precise: tuple[CpuKernels, int], n: int, k: int) -> None:
+def test_an_activation_keeps_its_bits(precise: tuple[OnTensors, int], n: int, k: int) -> None:
     kernels, bits = precise
     weight, bias = torch.randn(n, k).bfloat16(), torch.randn(n)
     packed = pack(kernels, [weight], [bias], "bfloat16")
@@ -31,7 +32,7 @@ def test_an_activation_keeps_its_bits(precise: tuple[CpuKernels, int], n: int, k
         assert ((kernels.linear(x, packed) - expected).abs() <= (2.0**-bits + 1e-6) * size).all()
 
 
-def test_activations_of_that_many_bits_are_multiplied_exactly(precise: tuple[CpuKernels, int]) -> None:
+def test_activations_of_that_many_bits_are_multiplied_exactly(precise: tuple[OnTensors, int]) -> None:
     kernels, bits = precise
     step = 2.0 ** (1 - min(bits, 12))
     x = torch.randint(-(2 ** (min(bits, 12) - 1)), 2 ** (min(bits, 12) - 1) + 1, (20, 70)).float() * step
@@ -40,7 +41,7 @@ def test_activations_of_that_many_bits_are_multiplied_exactly(precise: tuple[Cpu
     assert torch.equal(kernels.linear(x, packed), x @ weight.float().T)
 
 
-def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int]) -> None:
+def test_rows_do_not_depend_on_their_neighbours(precise: tuple[OnTensors, int]) -> None:
     kernels, _ = precise
     packed = pack(kernels, [torch.randn(200, 321)], dtype="bfloat16")
     x = torch.randn(70, 321)
@@ -51,7 +52,7 @@ def test_rows_do_not_depend_on_their_neighbours(precise: tuple[CpuKernels, int])
 
 def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(library: Path) -> None:
     x, weight = torch.randn(20, 70), torch.randn(60, 70)
-    highest, medium = (CpuKernels(1, library, name) for name in ("highest", "medium"))
+    highest, medium = (OnTensors(CpuKernels(1, library, name)) for name in ("highest", "medium"))
     packed = pack(highest, [weight], dtype="bfloat16")
     padded = pack(highest, [torch.ones(48, 1)], dtype="bfloat16").nbytes()
     if padded == 48 * 32 * 2:  # the matrix unit takes 32 inputs at a time, so its panels are padded to that
@@ -63,7 +64,7 @@ def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(library: Path) ->
         assert torch.equal(medium.linear(x, packed), highest.linear(x, packed))
 
 
-def test_infinities_and_nans_stay(precise: tuple[CpuKernels, int]) -> None:
+def test_infinities_and_nans_stay(precise: tuple[OnTensors, int]) -> None:
     kernels, _ = precise
     x = torch.ones(3, 40)
     x[0, 3], x[1, 5] = float("nan"), float("inf")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache, PackedLinear
 from paged_backend.kernels.reference import ReferenceKernels
@@ -15,7 +16,7 @@ from paged_backend.kernels.reference import ReferenceKernels
 
 @pytest.fixture
 def kernels():
-    return ReferenceKernels()
+    return OnTensors(ReferenceKernels())
 
 
 def poisoned_cache(num_blocks, groups, dim, block_size):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
@@ -64,7 +65,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", [ReferenceKernels(), TritonKernels("cpu", "float32")], ids=["torch", "triton"]
+    "kernels", [OnTensors(ReferenceKernels()), TritonKernels("cpu", "float32")], ids=["torch", "triton"]
 )
 @pytest.mark.parametrize("width", [10, 74, 602])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -92,7 +93,7 @@ def test_every_operation_on_rows_gives_each_the_same_bits_alone(
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 def test_attention_is_the_same_bits_in_every_chunk(window: int | None, sinks: torch.Tensor | None) -> None:
-    kernels, length, size = ReferenceKernels(), 150, 16
+    kernels, length, size = OnTensors(ReferenceKernels()), 150, 16
     blocks = torch.randperm(19)[:10].to(torch.int32) + 1
     q, key, value = (torch.randn(length, heads, 12) for heads in (4, 2, 2))
     cache = LayerCache(

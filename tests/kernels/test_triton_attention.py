@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
@@ -69,7 +70,7 @@ class Pool:
         )  # type: ignore[arg-type]
         assert out.dtype == q.dtype
         counts = [stop - start for _, start, stop in picks]
-        oracle = ReferenceKernels()
+        oracle = OnTensors(ReferenceKernels())
         wide = LayerCache(self.cache.key.float(), self.cache.value.float())
         expected = oracle.paged_attention(oracle.plan(inputs), q.float(), wide, scale, **options)  # type: ignore[arg-type]
         return list(out.split(counts)), list(expected.split(counts))

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
@@ -53,7 +54,7 @@ def test_integer_products_on_the_grid_of_the_c_kernels(n: int, k: int, dtype: st
     _, packed, stored, bias = _packed(kernels, n, k, dtype)
     unit = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[activations]  # the interpreter truncates
     for m in (1, 2, 7, 16, 17, 33, 64, 65, 150):
-        x = torch.randn(m, k).to(kernels.dtype)
+        x = torch.randn(m, k).to(kernels.torch_dtype)
         expected = x.double() @ stored.double().T + bias
         bound = x.abs().double() @ stored.abs().double().T + bias.abs()
         # a product is off by what its weights, those it is compared with and its result were rounded by
@@ -66,9 +67,9 @@ def test_half_precision_activations(dtype: str, activations: str) -> None:
     kernels = TritonKernels("cpu", activations)
     _, packed, stored, bias = _packed(kernels, 40, 70, dtype)
     for m in (3, 17, 65):
-        x = torch.randn(m, 70).to(kernels.dtype)
+        x = torch.randn(m, 70).to(kernels.torch_dtype)
         out = kernels.linear(x, packed)
-        assert out.dtype == kernels.dtype
+        assert out.dtype == kernels.torch_dtype
         torch.testing.assert_close(out.float(), x.float() @ stored.float().T + bias, rtol=3e-2, atol=0.2)
 
 
@@ -120,7 +121,7 @@ def test_small_weights_take_small_memory() -> None:
 
 
 def test_dense_weights_and_embeddings_equal_the_reference() -> None:
-    ours, reference = TritonKernels("cpu", "float32"), ReferenceKernels()
+    ours, reference = TritonKernels("cpu", "float32"), OnTensors(ReferenceKernels())
     parts, biases = [torch.randn(8, 12), torch.randn(4, 12)], [None, torch.randn(4)]
     mine, theirs = pack(ours, parts, biases), pack(reference, parts, biases)
     x, ids = torch.randn(5, 12), torch.tensor([3, 3, 9, 0])
@@ -141,7 +142,7 @@ def test_wrong_arguments_are_named() -> None:
         pack(kernels, [torch.randn(6, 8), torch.randn(6, 9)])
     with pytest.raises(ValueError, match="float8"):
         TritonKernels("cpu", "float8")
-    other = pack(ReferenceKernels(), [torch.randn(6, 8)])
+    other = pack(OnTensors(ReferenceKernels()), [torch.randn(6, 8)])
     with pytest.raises(TypeError, match="ReferenceLinear"):
         kernels.linear(torch.randn(2, 8), other)
     with pytest.raises(TypeError, match="ReferenceLinear"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensors import OnTensors
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
@@ -12,7 +13,7 @@ from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REFERENCE = ReferenceKernels()
+REFERENCE = OnTensors(ReferenceKernels())
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -39,8 +39,8 @@ class PagedModel:
             self.spec.num_layers, num_blocks, self.spec.num_kv_heads, self.spec.head_dim, BLOCK
         )
         for cache in self.caches:
-            cache.key.fill_(float("nan"))
-            cache.value.fill_(float("nan"))
+            cache.key.fill(np.nan)
+            cache.value.fill(np.nan)
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
 
@@ -55,8 +55,10 @@ class PagedModel:
             slices.append(SequenceSlice(list(new), start, blocks, range(len(new))))
             sequence.tokens.extend(new)
         batch = Batch.build(slices, BLOCK)
-        logits = self.decoder.forward(
-            batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
+        logits = torch.from_numpy(
+            self.decoder.forward(
+                batch.input_ids, batch.positions, batch.attention, batch.logit_rows, self.caches
+            )
         )
         assert torch.isfinite(logits).all()
         return list(logits.split([len(new) for _, new in work]))

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
 from packing import pack
+from tensors import OnTensors
 
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
@@ -130,7 +131,7 @@ def steps() -> list[list[ScheduledSequence]]:
 
 
 def host_results() -> list[Any]:
-    kernels = ReferenceKernels()
+    kernels = OnTensors(ReferenceKernels())
     runner = ModelRunner(Echo(kernels), kernels, 20, 4)
     return [runner.run(works) for works in steps()]
 
@@ -220,7 +221,7 @@ def test_penalties_see_what_the_step_before_has_just_drawn(capture: Any) -> None
             )
         return [[result.sampled[0].token_id for result in wait()] for wait in waits]
 
-    kernels = ReferenceKernels()
+    kernels = OnTensors(ReferenceKernels())
     expected = drawn(ModelRunner(Echo(kernels), kernels, 20, 4), True)
     assert drawn(device_runner(capture), False) == expected
     assert drawn(device_runner(capture), True) == expected
@@ -234,7 +235,7 @@ def test_a_copied_block_brings_the_tokens_that_penalties_look_for() -> None:
         again = decode(4, 3, [15], SampleRow(params, TokenHistory([1, 2, 3, 4], 3), 1, seed=0))
         return [result.sampled[0].token_id for result in runner.run([again])]
 
-    kernels = ReferenceKernels()
+    kernels = OnTensors(ReferenceKernels())
     assert repeated(device_runner()) == repeated(ModelRunner(Echo(kernels), kernels, 20, 4))
 
 

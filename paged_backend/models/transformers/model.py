@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from paged_backend.batch import Batch
 from paged_backend.errors import UnsupportedModelError
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
-from paged_backend.kernels.tensor import tensor_dtype_name
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache
+from paged_backend.kernels.tensor_attention import TensorAttention
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.transformers.attention import NAME, is_causal_window, register
 from paged_backend.sequence_slice import SequenceSlice
@@ -46,8 +46,7 @@ class _Layer:
 class _Step:
     plan: Any
     caches: Sequence[LayerCache]
-    slot_mapping: Tensor
-    no_rotation: Tensor
+    slot_mapping: DeviceArray
 
 
 class TransformersModel:
@@ -62,15 +61,17 @@ class TransformersModel:
         register()
         self.module = module.eval()
         self.kernels = kernels
+        self._attention = TensorAttention(kernels)
+        self._device = self._attention.device
         self._step: _Step | None = None
         self._layers: dict[int, _Layer] = {}
         self._probing = False
         self._name = type(module).__name__
         at = next(module.parameters()).device
-        if at.type != kernels.device.type:
+        if at.type != self._device.type:
             raise UnsupportedModelError(
                 f"{self._name} is on {at} and the engine on {kernels.device}: move the model there, "
-                f"model.to({str(kernels.device)!r})"
+                f"model.to({kernels.device!r})"
             )
         parameters = inspect.signature(type(module).forward).parameters
         if "position_ids" not in parameters:
@@ -86,24 +87,22 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
+        input_ids: DeviceArray,
+        positions: DeviceArray,
         attention: AttentionInputs,
-        logit_rows: Tensor,
+        logit_rows: DeviceArray,
         caches: Sequence[LayerCache],
-    ) -> Tensor:
+    ) -> DeviceArray:
         """One step over a flat batch -> logits float32 [R, vocab]; arguments as in ``Decoder.forward``."""
-        no_rotation = torch.empty(len(input_ids), 0, dtype=torch.float32, device=input_ids.device)
-        self._step = _Step(self.kernels.plan(attention), caches, attention.slot_mapping, no_rotation)
+        ids, places, rows = (self._attention.tensor(x) for x in (input_ids, positions, logit_rows))
+        self._step = _Step(self._attention.plan(attention), caches, attention.slot_mapping)
         try:
-            options = {"logits_to_keep": logit_rows} if self._keeps_logits else {}
-            output = self.module(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-            )
+            options = {"logits_to_keep": rows} if self._keeps_logits else {}
+            output = self.module(input_ids=ids[None], position_ids=places[None], use_cache=False, **options)
         finally:
             self._step = None
         logits = output.logits[0]
-        return (logits if self._keeps_logits else logits[logit_rows]).to(torch.float32)
+        return self._attention.array((logits if self._keeps_logits else logits[rows]).to(torch.float32))
 
     def attend(
         self,
@@ -125,14 +124,13 @@ class TransformersModel:
         if step is None:
             raise RuntimeError(f"{self._name} belongs to an engine and is run by it only")
         dim = self.spec.head_dim
-        q, k, v = (_flat_heads(x, dim, self.kernels.dtype) for x in (query, key, value))
+        q, k, v = (_flat_heads(x, dim, self._attention.dtype) for x in (query, key, value))
         cache = step.caches[layer.index]
-        # no rotation is left to do: this only writes keys and values to their slots
-        self.kernels.rotary_and_cache(q, k, v, step.no_rotation, step.no_rotation, cache, step.slot_mapping)
+        self._attention.write(q, k, v, cache, step.slot_mapping)
         scale = layer.key_dim**-0.5 if scaling is None else float(scaling)
         if sinks is not None:
             sinks = sinks.detach().to(torch.float32).contiguous()
-        out = self.kernels.paged_attention(step.plan, q, cache, scale, layer.window, softcap, sinks)
+        out = self._attention.attend(step.plan, q, cache, scale, layer.window, softcap, sinks)
         return out.view(q.shape[0], q.shape[1], dim)[None, :, :, : layer.value_dim].to(query.dtype)
 
     # --- finding out what the module does ------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class TransformersModel:
         vocab = self.module.config.get_text_config().vocab_size
         generator = torch.Generator(device="cpu").manual_seed(0)
         ids = torch.randint(0, vocab, (2, 12), generator=generator, dtype=torch.int64, device="cpu")
-        return ids.to(self.kernels.device)
+        return ids.to(self._device)
 
     @torch.inference_mode()
     def _own_logits(self) -> Tensor:
@@ -242,13 +240,9 @@ class TransformersModel:
         """Compare the paged path with ``expected`` [2, n, vocab], the logits of the module's own attention."""
         ids, block_size = self._ids(), 4
         total = ids.shape[1]
-        caches = self.kernels.empty_cache(
-            self.spec.num_layers,
-            8,
-            self.spec.num_kv_heads,
-            self.spec.head_dim,
-            block_size,
-            tensor_dtype_name(self.kernels.dtype),
+        kernels, spec = self.kernels, self.spec
+        caches = kernels.empty_cache(
+            spec.num_layers, 8, spec.num_kv_heads, spec.head_dim, block_size, kernels.dtype
         )
         tables = [
             np.array([3, 1, 6], np.int32),
@@ -261,8 +255,10 @@ class TransformersModel:
                 SequenceSlice(ids[i, low:high].tolist(), low, tables[i], range(high - low))
                 for i, (low, high) in work
             ]
-            batch = Batch.build(slices, block_size).to(ids.device)
-            logits = self.forward(batch.input_ids, batch.positions, batch.attention, batch.logit_rows, caches)
+            batch = Batch.build(slices, block_size).on(kernels)
+            logits = self._attention.tensor(
+                self.forward(batch.input_ids, batch.positions, batch.attention, batch.logit_rows, caches)
+            )
             for (i, _), part in zip(work, logits.split([high - low for _, (low, high) in work])):
                 got[i].append(part)
         mine = torch.stack([torch.cat(parts) for parts in got])
