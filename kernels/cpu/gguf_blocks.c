@@ -3,7 +3,7 @@
  * Block layouts after ggml's ggml-common.h. Products are rounded before a minimum is added or taken off, so
  * nothing here may be fused.
  */
-#include "simd.h"
+#include "gguf_formats.h"
 #include "threads.h"
 
 #pragma STDC FP_CONTRACT OFF
@@ -11,22 +11,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, SLICE_BLOCKS = 512 };
-
-/* fp16 at p -> fp32. */
-INLINE float half_at(const uint8_t *p) {
-    uint32_t bits = p[0] | (uint32_t)p[1] << 8, sign = (bits & 0x8000) << 16, rest = bits & 0x7fff, word;
-    float x;
-    if (rest >= 0x7c00) word = sign | 0x7f800000 | (rest & 0x3ff) << 13;
-    else if (rest >= 0x400) word = sign | ((rest << 13) + (112u << 23));
-    else {
-        x = (float)rest * 0x1p-24f;
-        memcpy(&word, &x, 4);
-        word |= sign;
-    }
-    memcpy(&x, &word, 4);
-    return x;
-}
+enum { SLICE_BLOCKS = 512 };
 
 static void q8_0(const uint8_t *b, float *out) {
     float d = half_at(b);

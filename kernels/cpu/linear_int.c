@@ -5,6 +5,7 @@
  * first-level cache, where all of them use it. A block's integer sums are added to fp32 totals. Blocks have fixed
  * bounds and integer sums are exact in any order, so a row's result depends on nothing but the row.
  */
+#include "int_dot.h"
 #include "linear_int.h"
 #include "threads.h"
 
@@ -18,36 +19,6 @@ enum {
 
 /* Sums that a tile of few rows keeps per output: one sum alone would wait for each product before the next. */
 #define PARTS(rows) ((rows) > 2 ? 1 : MOST_PARTS / (rows))
-
-/* a [pairs] . b [pairs] of 16-bit numbers, added to 32-bit sums. */
-INLINE vi vdot(vi acc, vi a, vi b) {
-#if PB_AVX512 && defined(__AVX512VNNI__)
-    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif PB_AVX512
-    return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif PB_AVX2 && defined(__AVXVNNI__)
-    return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
-#elif PB_AVX2
-    return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif PB_NEON
-    int16x4_t x = vget_low_s16((int16x8_t)a), even = vget_low_s16(vuzp1q_s16((int16x8_t)b, (int16x8_t)b)),
-              odd = vget_low_s16(vuzp2q_s16((int16x8_t)b, (int16x8_t)b)); /* once for all rows */
-    return (vi)vmlal_lane_s16(vmlal_lane_s16((int32x4_t)acc, even, x, 0), odd, x, 1);
-#else
-    vi low = (a << 16 >> 16) * (b << 16 >> 16), high = (a >> 16) * (b >> 16);
-    return acc + low + high;
-#endif
-}
-
-typedef int16_t vs __attribute__((vector_size(W * 4)));
-typedef uint16_t vu __attribute__((vector_size(W * 4)));
-
-/* The two numbers at p in every lane. */
-INLINE vi pair_of(const int16_t *p) {
-    union { int32_t bits; float lane; } pair;
-    memcpy(&pair, p, sizeof pair);
-    return as_vi(vset1(pair.lane));
-}
 
 /* 2 W bytes, signed or not, as 16-bit numbers; by intrinsics for the reason that vload_u16 has. */
 INLINE vs widen(const void *p) {

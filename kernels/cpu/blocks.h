@@ -1,0 +1,134 @@
+/* Weights in GGML's block formats, as the file has them: the same codes and scales in another order.
+ *
+ * A weight is (code - offset) * scale, or code * scale + minimum. Codes are unsigned; a format whose codes are not, or
+ * stand for the numbers of a table, has them moved up by its offset. Scales and minima are of 16 or 32 consecutive k.
+ *
+ * Panels of LANES outputs, one after the other. A panel is blocks of BLOCK k (the last may have fewer, in whole GROUPs).
+ * A block is its scales, then its codes:
+ *   scales: what the format has in a block, LANES of each beside each other, padded to whole lines;
+ *   codes: per GROUP as many lines as a code has bits. A line has 4 bytes of every lane; with code_quad() it gives four
+ *   consecutive k of each lane, a "quad", at some shift. First come the low bits, as many as fill a quarter, half or
+ *   whole of a byte, then a line or two of the rest.
+ */
+#ifndef PB_BLOCKS_H
+#define PB_BLOCKS_H
+
+#include "gguf_formats.h"
+#include "int_dot.h"
+#include "panels.h"
+
+enum {
+    BLOCK = 256,
+    GROUP_K = 32,                          /* k of which codes are whole lines */
+    QUADS = GROUP_K / 4,
+    BLOCK_GROUPS = BLOCK / GROUP_K,
+    MOST_SCALES = BLOCK / 16,              /* scales of one output in a block */
+    LANES = 16,
+    LINE = LANES * 4,
+};
+
+/* How codes lie. Those of 2, 3 and 6 bits have a scale for 16 k, the others for 32. */
+enum { CODES_2, CODES_3, CODES_4, CODES_TABLE, CODES_5, CODES_6, CODES_8, CODE_KINDS };
+
+/* HALF: an fp16 scale of each GROUP; HALF_MIN: then as many fp16 minima; POWER: exponents of two. SUPER: an fp16 factor
+ * of the block and an int8 scale of each run; SUPER_MIN: two such factors, uint8 scales, then minima to be taken off;
+ * SUPER_NIBBLES: scale and minimum are the halves of a byte. */
+enum { HALF, HALF_MIN, POWER, SUPER, SUPER_MIN, SUPER_NIBBLES };
+
+typedef struct {
+    int id, values, bytes; /* of a block as the file has it */
+    int codes, offset, scales;
+    const uint8_t *table; /* CODES_TABLE: what 4 bits stand for, moved up by the offset */
+} block_format;
+
+/* NULL where there is no such format here. */
+const block_format *pb_block_format(int64_t id);
+
+INLINE int code_bits(int codes) {
+    return codes == CODES_2 ? 2 : codes == CODES_3 ? 3 : codes <= CODES_TABLE ? 4 : codes == CODES_5 ? 5 : codes == CODES_6 ? 6 : 8;
+}
+INLINE int scaled_k(int codes) { return codes <= CODES_3 || codes == CODES_6 ? 16 : 32; }
+INLINE int has_minima(const block_format *f) {
+    return f->scales == HALF_MIN || f->scales == SUPER_MIN || f->scales == SUPER_NIBBLES;
+}
+
+/* Bytes of the scales of a block of so many groups. */
+INLINE int64_t block_head(const block_format *f, int64_t groups) {
+    int64_t runs = groups * GROUP_K / scaled_k(f->codes), bytes;
+    switch (f->scales) {
+    case HALF: bytes = groups * LANES * 2; break;
+    case HALF_MIN: bytes = groups * LANES * 4; break;
+    case POWER: bytes = groups * LANES; break;
+    case SUPER: bytes = LANES * 2 + runs * LANES; break;
+    case SUPER_MIN: bytes = LANES * 4 + runs * LANES * 2; break;
+    default: bytes = LANES * 4 + runs * LANES;
+    }
+    return ceil_div(bytes, LINE) * LINE;
+}
+
+INLINE int64_t block_bytes(const block_format *f, int64_t groups) {
+    return block_head(f, groups) + groups * code_bits(f->codes) * LINE;
+}
+
+INLINE int64_t blocks_panel_bytes(const block_format *f, int64_t k) {
+    int64_t rest = k % BLOCK / GROUP_K;
+    return k / BLOCK * block_bytes(f, BLOCK_GROUPS) + (rest ? block_bytes(f, rest) : 0);
+}
+
+INLINE int64_t block_panels(int64_t n) { return ceil_div(n, LANES); }
+
+/* scales, minima [runs][LANES] of a block, as floats; minima only if the format has any, what is to be taken off as
+ * negative numbers. Products are exact. */
+void pb_block_scales(const block_format *f, const char *block, int64_t groups, float *scales, float *minima);
+
+/* A table of 16 bytes as look_up() takes it. */
+INLINE vi load_table(const uint8_t *table) {
+    vi v = {};
+    for (int i = 0; table && i < W / 4; i++) memcpy((char *)&v + i * 16, table, 16);
+    return v;
+}
+
+INLINE vi look_up(vi table, vi codes) {
+#if PB_AVX512
+    return (vi)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif PB_AVX2
+    return (vi)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif PB_NEON
+    return (vi)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+    uint8_t from[W * 4], at[W * 4];
+    memcpy(from, &table, sizeof from);
+    memcpy(at, &codes, sizeof at);
+    for (int i = 0; i < W * 4; i++) at[i] = from[at[i]];
+    return viload(at);
+#endif
+}
+
+/* Codes of quad q of a group, those of lanes v * W on: four bytes in each. */
+INLINE vi code_quad(const char *group, int v, int codes, int q, vi table) {
+#define CODE_LINE(i) viload(group + (i) * LINE + v * W * 4)
+#define EACH_BYTE(bits) ((vi){} + (bits) * 0x01010101)
+    switch (codes) {
+    case CODES_2: return CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3);
+    case CODES_3: {
+        vi high = q < 2 ? CODE_LINE(2) << (2 - q) : CODE_LINE(2) >> (q - 2);
+        return (CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3)) | (high & EACH_BYTE(4));
+    }
+    case CODES_4: return CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15);
+    case CODES_TABLE: return look_up(table, CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15));
+    case CODES_5: {
+        vi high = q < 4 ? CODE_LINE(4) << (4 - q) : CODE_LINE(4) >> (q - 4);
+        return (CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15)) | (high & EACH_BYTE(16));
+    }
+    case CODES_6: {
+        vi high = CODE_LINE(4 + q / 4);
+        high = q % 4 < 2 ? high << (4 - q % 4 * 2) : high >> (q % 4 * 2 - 4);
+        return (CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15)) | (high & EACH_BYTE(48));
+    }
+    default: return CODE_LINE(q);
+    }
+#undef CODE_LINE
+#undef EACH_BYTE
+}
+
+#endif
