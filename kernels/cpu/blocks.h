@@ -23,7 +23,7 @@ enum {
     QUADS = GROUP_K / 4,
     BLOCK_GROUPS = BLOCK / GROUP_K,
     MOST_SCALES = BLOCK / 16,              /* scales of one output in a block */
-    LANES = 16,
+    LANES = W == 16 ? 32 : 16,
     LINE = LANES * 4,
 };
 

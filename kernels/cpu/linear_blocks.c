@@ -9,14 +9,21 @@
 #include "blocks.h"
 #include "threads.h"
 
+#ifndef PB_NEON
+#define PB_NEON 0
+#endif
+
 enum {
-    FEW_ROWS = 4,        /* the most that take codes apart in registers */
-    ROW_BLOCK = 16 * MR,
+    FEW_ROWS = 4,        /* rows of a tile that takes codes apart in registers */
+    FEW_TILES = 3,       /* the most such tiles; for more rows codes are widened */
+    TILE_ROWS = MR < 6 ? MR : 6,
+    ROW_BLOCK = 20 * TILE_ROWS,
     MOST_PANELS = 4,     /* panels of an item, which take their turns at a block's activations */
     ITEMS_PER_THREAD = 4,
     LARGEST = 32767,     /* of an activation; 255 * 32767 * 32 < 2^31 */
     FETCH_AHEAD = 4096,  /* bytes; more than the hardware looks ahead */
-    COLUMNS = LANES / W, /* vectors of outputs in a panel */
+    COLUMNS = LANES / W, /* vectors of outputs in a panel, */
+    TILE_COLUMNS = (W == 16 || PB_NEON) ? 2 : 1, /* and those that a tile has sums for */
     SMALL_WORK = 100 * 1000,
 };
 
@@ -90,13 +97,14 @@ INLINE vi start_of(const rows_view *x, int row, int64_t run, int minima) {
     return minima ? (vi){} : (vi){} + x->sums[row * x->runs + run];
 }
 
-/* A run's products, added to the sum of its block. */
-INLINE vf add_run(vf sum, vi products, const rows_view *x, int row, int64_t run, vf scale, vf minimum, int minima) {
-    sum = vfma(__builtin_convertvector(products, vf), scale, sum);
+/* A run's products with column v, added to the sum of its block. */
+INLINE vf add_run(vf sum, vi products, const rows_view *x, int row, int64_t run, const float *scales,
+                  const float *minima, int v) {
+    sum = vfma(__builtin_convertvector(products, vf), vload(scales + run * LANES + v * W), sum);
     if (!minima) return sum;
     float of_row;
     memcpy(&of_row, x->sums + row * x->runs + run, 4);
-    return vfma(vset1(of_row), minimum, sum);
+    return vfma(vset1(of_row), vload(minima + run * LANES + v * W), sum);
 }
 
 INLINE void add_block(float *total, vf sum, const rows_view *x, int row) {
@@ -107,66 +115,94 @@ INLINE void add_block(float *total, vf sum, const rows_view *x, int row) {
 INLINE void few_tile(const rows_view *x, const char *codes, int64_t groups, vi table, const float *scales,
                      const float *minima, float *totals, int rows, int kind) {
     const int run_quads = scaled_k(kind) / 4, bytes = code_bits(kind) * LINE;
-#pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; v++) {
-        vf sums[FEW_ROWS] = {};
+    const int chains = rows == 1 ? 2 : 1; /* one sum alone would wait for each product before the next */
+    for (int first = 0; first < COLUMNS; first += TILE_COLUMNS) {
+        vf sums[FEW_ROWS][TILE_COLUMNS] = {};
         const char *group = codes;
         int64_t run = 0;
         for (int64_t g = 0; g < groups; g++, group += bytes) {
-            for (int i = 0; v == 0 && i < bytes; i += 64) __builtin_prefetch(group + i + FETCH_AHEAD);
+            for (int i = 0; first == 0 && i < bytes; i += 64) __builtin_prefetch(group + i + FETCH_AHEAD);
 #pragma GCC unroll 2
             for (int part = 0; part < QUADS / run_quads; part++, run++) {
-                vi products[FEW_ROWS][2];
+                vi products[2][FEW_ROWS][TILE_COLUMNS];
 #pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) products[r][0] = start_of(x, r, run, !!minima), products[r][1] = (vi){};
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < TILE_COLUMNS; v++) {
+                        products[0][r][v] = start_of(x, r, run, !!minima);
+                        products[1][r][v] = (vi){};
+                    }
 #pragma GCC unroll 8
                 for (int i = 0; i < run_quads; i++) {
                     int q = part * run_quads + i;
-                    vi pairs[2];
-                    split_quad(pairs, code_quad(group, v, kind, q, table));
                     const int16_t *at = x->numbers + g * GROUP_K + q * 4;
+                    vi pairs[TILE_COLUMNS][2];
+#pragma GCC unroll 2
+                    for (int v = 0; v < TILE_COLUMNS; v++)
+                        split_quad(pairs[v], code_quad(group, first + v, kind, q, table));
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                        for (int half = 0; half < 2; half++)
-                            products[r][half] = vdot(products[r][half], pair_of(at + r * x->k + half * 2), pairs[half]);
+                        for (int half = 0; half < 2; half++) {
+                            vi a = pair_of(at + r * x->k + half * 2);
+#pragma GCC unroll 2
+                            for (int v = 0; v < TILE_COLUMNS; v++) {
+                                vi *sum = &products[half % chains][r][v];
+                                *sum = vdot(*sum, a, pairs[v][half]);
+                            }
+                        }
                 }
-                vf scale = vload(scales + run * LANES + v * W), minimum = minima ? vload(minima + run * LANES + v * W) : scale;
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++)
-                    sums[r] = add_run(sums[r], products[r][0] + products[r][1], x, r, run, scale, minimum, !!minima);
+#pragma GCC unroll 2
+                    for (int v = 0; v < TILE_COLUMNS; v++) {
+                        vi all = chains == 2 ? products[0][r][v] + products[1][r][v] : products[0][r][v];
+                        sums[r][v] = add_run(sums[r][v], all, x, r, run, scales, minima, first + v);
+                    }
             }
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) add_block(totals + r * LANES + v * W, sums[r], x, r);
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r);
     }
 }
 
 /* The same with codes that were widened: pairs [k / 2][LANES]. */
 INLINE void wide_tile(const rows_view *x, const int16_t *wide, int64_t runs, int64_t run_k, const float *scales,
                       const float *minima, float *totals, int rows) {
-#pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; v++) {
-        vf sums[MR] = {};
-        const int16_t *w = wide + v * W * 2, *at = x->numbers;
+    for (int first = 0; first < COLUMNS; first += TILE_COLUMNS) {
+        vf sums[TILE_ROWS][TILE_COLUMNS] = {};
+        const int16_t *w = wide + first * W * 2, *at = x->numbers;
         for (int64_t run = 0; run < runs; run++) {
-            vi products[MR];
+            vi products[TILE_ROWS][TILE_COLUMNS];
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) products[r] = start_of(x, r, run, !!minima);
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < TILE_COLUMNS; v++) products[r][v] = start_of(x, r, run, !!minima);
             for (int64_t i = 0; i < run_k; i += 8)
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++, w += LANES * 2, at += 2) {
-                    vi pairs = viload(w);
+                    vi pairs[TILE_COLUMNS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < TILE_COLUMNS; v++) pairs[v] = viload(w + v * W * 2);
 #pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) products[r] = vdot(products[r], pair_of(at + r * x->k), pairs);
+                    for (int r = 0; r < rows; r++) {
+                        vi a = pair_of(at + r * x->k);
+#pragma GCC unroll 2
+                        for (int v = 0; v < TILE_COLUMNS; v++) products[r][v] = vdot(products[r][v], a, pairs[v]);
+                    }
                 }
-            vf scale = vload(scales + run * LANES + v * W), minimum = minima ? vload(minima + run * LANES + v * W) : scale;
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
-                sums[r] = add_run(sums[r], products[r], x, r, run, scale, minimum, !!minima);
+#pragma GCC unroll 2
+                for (int v = 0; v < TILE_COLUMNS; v++)
+                    sums[r][v] = add_run(sums[r][v], products[r][v], x, r, run, scales, minima, first + v);
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) add_block(totals + r * LANES + v * W, sums[r], x, r);
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r);
     }
 }
 
@@ -203,9 +239,7 @@ typedef void widen_function(int16_t *, const char *, int64_t, vi);
                             const float *scales, const float *minima, float *totals) { \
         wide_tile(x, wide, runs, run_k, scales, minima, totals, rows); \
     }
-#if MR >= 8
-#define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#elif MR >= 6
+#if MR >= 6
 #define EACH_ROWS(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #else
 #define EACH_ROWS(X) X(1) X(2) X(3) X(4)
@@ -217,7 +251,7 @@ EACH_ROWS(WIDE_TILE)
 #define WIDE_ENTRY(rows) wide_##rows,
 static widen_function *const widen[CODE_KINDS] = {EACH_KIND(WIDEN_ENTRY)};
 static few_function *const few_tiles[CODE_KINDS][FEW_ROWS] = {EACH_KIND(FEW_ENTRY)};
-static wide_function *const wide_tiles[MR] = {EACH_ROWS(WIDE_ENTRY)};
+static wide_function *const wide_tiles[TILE_ROWS] = {EACH_ROWS(WIDE_ENTRY)};
 
 /* What a block of a panel is taken apart to. */
 typedef struct {
@@ -236,7 +270,7 @@ INLINE rows_view view_of(const blocks_job *job, int64_t row, int64_t block) {
 static void many_rows(const blocks_job *job, wide_block *wide, const char *w, int64_t step, int64_t panels, int64_t block,
                       int64_t groups, int64_t first, int64_t rows, float *totals) {
     const block_format *f = job->format;
-    const int64_t run_k = scaled_k(f->codes), tiles = ceil_div(rows, MR);
+    const int64_t run_k = scaled_k(f->codes), tiles = ceil_div(rows, TILE_ROWS);
     const vi table = load_table(f->table);
     for (int64_t p = 0; p < panels; p++) {
         const char *from = w + p * step;
@@ -256,9 +290,13 @@ static void few_rows(const blocks_job *job, const char *w, int64_t block, int64_
     const block_format *f = job->format;
     _Alignas(64) float scales[MOST_SCALES * LANES], minima[MOST_SCALES * LANES];
     pb_block_scales(f, w, groups, scales, minima);
-    rows_view x = view_of(job, 0, block);
-    few_tiles[f->codes][job->linear.m - 1](&x, w + block_head(f, groups), groups, load_table(f->table), scales,
-                                           has_minima(f) ? minima : NULL, totals);
+    const int64_t rows = job->linear.m, tiles = ceil_div(rows, FEW_ROWS);
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
+        rows_view x = view_of(job, from, block);
+        few_tiles[f->codes][to - from - 1](&x, w + block_head(f, groups), groups, load_table(f->table), scales,
+                                           has_minima(f) ? minima : NULL, totals + from * LANES);
+    }
 }
 
 static void store_blocks(const linear_job *l, int64_t panel, int64_t first, int64_t rows, const float *totals) {
@@ -283,7 +321,7 @@ static void blocks_item(const void *context, int64_t item) {
     int64_t rows = l->m - first < ROW_BLOCK ? l->m - first : ROW_BLOCK, step = blocks_panel_bytes(f, l->k);
     const char *w = (const char *)l->weights + panel * step;
     _Alignas(64) float totals[MOST_PANELS * ROW_BLOCK * LANES];
-    wide_block *wide = l->m > FEW_ROWS ? pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide) : NULL;
+    wide_block *wide = l->m > FEW_ROWS * FEW_TILES ? pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide) : NULL;
     memset(totals, 0, sizeof(float) * (size_t)(panels * rows * LANES));
     for (int64_t block = 0; block < job->blocks; block++) {
         int64_t rest = (l->k - block * BLOCK) / GROUP_K, groups = rest < BLOCK_GROUPS ? rest : BLOCK_GROUPS;
@@ -305,7 +343,7 @@ EXPORT void pb_linear_blocks(const float *x, const void *weights, const float *b
     job.sums = (int32_t *)(job.numbers + m * k);
     job.scales = (float *)(job.sums + m * job.runs);
     job.panels = 1;
-    if (m > FEW_ROWS)
+    if (m > FEW_ROWS * FEW_TILES)
         while (job.panels < MOST_PANELS &&
                ceil_div(block_panels(n), 2 * job.panels) * ceil_div(m, ROW_BLOCK) >= ITEMS_PER_THREAD * job.linear.threads)
             job.panels *= 2;
