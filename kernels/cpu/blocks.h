@@ -104,31 +104,61 @@ INLINE vi look_up(vi table, vi codes) {
 #endif
 }
 
+#define EACH_BYTE(bits) ((vi){} + (int)((bits) * 0x01010101u))
+#define EACH_PAIR(bits) ((vi){} + (int)((bits) * 0x00010001u))
+
+/* (a & mask) | b */
+INLINE vi join_bits(vi a, vi mask, vi b) {
+#if PB_AVX512
+    return (vi)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)mask, (__m512i)b, 0xea);
+#else
+    return (a & mask) | b;
+#endif
+}
+
+/* The vector at p, which is loaded once however often it is used. */
+INLINE vi load_once(const char *p) {
+    vi v = viload(p);
+#if PB_AVX512
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
 /* Codes of quad q of a group, those of lanes v * W on: four bytes in each. */
 INLINE vi code_quad(const char *group, int v, int codes, int q, vi table) {
-#define CODE_LINE(i) viload(group + (i) * LINE + v * W * 4)
-#define EACH_BYTE(bits) ((vi){} + (bits) * 0x01010101)
+#define CODE_LINE(i) load_once(group + (i) * LINE + v * W * 4)
+    vi low, high;
     switch (codes) {
     case CODES_2: return CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3);
-    case CODES_3: {
-        vi high = q < 2 ? CODE_LINE(2) << (2 - q) : CODE_LINE(2) >> (q - 2);
-        return (CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3)) | (high & EACH_BYTE(4));
-    }
+    case CODES_3:
+        low = CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3), high = CODE_LINE(2);
+        return join_bits(q < 2 ? high << (2 - q) : high >> (q - 2), EACH_BYTE(4), low);
     case CODES_4: return CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15);
     case CODES_TABLE: return look_up(table, CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15));
-    case CODES_5: {
-        vi high = q < 4 ? CODE_LINE(4) << (4 - q) : CODE_LINE(4) >> (q - 4);
-        return (CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15)) | (high & EACH_BYTE(16));
-    }
-    case CODES_6: {
-        vi high = CODE_LINE(4 + q / 4);
+    case CODES_5:
+        low = CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(4);
+        return join_bits(q < 4 ? high << (4 - q) : high >> (q - 4), EACH_BYTE(16), low);
+    case CODES_6:
+        low = CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(4 + q / 4);
         high = q % 4 < 2 ? high << (4 - q % 4 * 2) : high >> (q % 4 * 2 - 4);
-        return (CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15)) | (high & EACH_BYTE(48));
-    }
+        return join_bits(high, EACH_BYTE(48), low);
     default: return CODE_LINE(q);
     }
-#undef CODE_LINE
-#undef EACH_BYTE
 }
+
+/* The same as two vectors of pairs: the first and the third of the four, the second and the fourth. */
+INLINE void code_pairs(vi pairs[2], const char *group, int v, int codes, int q, vi table) {
+    if (codes == CODES_4) { /* without bytes in between */
+        vu line = (vu)CODE_LINE(q / 2);
+        pairs[0] = (vi)(line >> q % 2 * 4) & EACH_PAIR(15);
+        pairs[1] = q % 2 ? (vi)(line >> 12) : (vi)(line >> 8) & EACH_PAIR(15);
+        return;
+    }
+    vi quad = code_quad(group, v, codes, q, table);
+    pairs[0] = quad & EACH_PAIR(255);
+    pairs[1] = (vi)((vu)quad >> 8);
+}
+#undef CODE_LINE
 
 #endif

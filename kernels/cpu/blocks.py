@@ -15,7 +15,13 @@ class BlockLinear:
     """A matrix [N, K] in one block format, in the library's order: the file's codes and scales, about its size."""
 
     def __init__(
-        self, library: CDLL, packed: Array, bias: Array | None, shape: tuple[int, int], format_id: int, threads: int
+        self,
+        library: CDLL,
+        packed: Array,
+        bias: Array | None,
+        shape: tuple[int, int],
+        format_id: int,
+        threads: int,
     ) -> None:
         self._library, self._packed, self._bias = library, packed, bias
         self.out_features, self.in_features = shape
@@ -66,9 +72,7 @@ class BlockLinear:
     def linear(self, x: Array) -> Array:
         """float32 [T, K] -> [T, N]. Raises ValueError for anything else."""
         if x.ndim != 2 or x.shape[1] != self.in_features or x.dtype != np.float32:
-            raise ValueError(
-                f"x must be float32 [T, {self.in_features}], got {x.dtype} {list(x.shape)}"
-            )
+            raise ValueError(f"x must be float32 [T, {self.in_features}], got {x.dtype} {list(x.shape)}")
         x = np.ascontiguousarray(x)
         out = np.empty((len(x), self.out_features), np.float32)
         self._library.pb_linear_blocks(

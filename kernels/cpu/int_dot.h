@@ -1,4 +1,4 @@
-/* Products of pairs of 16-bit integers with exact 32-bit sums, in every lane of a vector. */
+/* Products of small integers with exact 32-bit sums, in every lane of a vector. */
 #ifndef PB_INT_DOT_H
 #define PB_INT_DOT_H
 
@@ -26,6 +26,20 @@ INLINE vi vdot(vi acc, vi a, vi b) {
     return acc + low + high;
 #endif
 }
+
+#if (PB_AVX512 && defined(__AVX512VNNI__)) || (PB_AVX2 && defined(__AVXVNNI__))
+#define PB_BYTE_DOT 1
+/* a [4] . b [4] of unsigned by signed bytes, added to 32-bit sums. */
+INLINE vi vdot_bytes(vi acc, vi a, vi b) {
+#if PB_AVX512
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
+#endif
+}
+#else
+#define PB_BYTE_DOT 0
+#endif
 
 /* The two numbers at p in every lane. */
 INLINE vi pair_of(const int16_t *p) {

@@ -20,15 +20,14 @@ enum {
     ROW_BLOCK = 20 * TILE_ROWS,
     MOST_PANELS = 4,     /* panels of an item, which take their turns at a block's activations */
     ITEMS_PER_THREAD = 4,
-    LARGEST = 32767,     /* of an activation; 255 * 32767 * 32 < 2^31 */
-    FETCH_AHEAD = 4096,  /* bytes; more than the hardware looks ahead */
+    LARGEST = 127 * 257, /* of an activation, two signed bytes; 255 * LARGEST * 32 < 2^31 */
     COLUMNS = LANES / W, /* vectors of outputs in a panel, */
     TILE_COLUMNS = (W == 16 || PB_NEON) ? 2 : 1, /* and those that a tile has sums for */
     SMALL_WORK = 100 * 1000,
 };
 
 /* Activations of some rows: 16-bit numbers [row][k], of four k the first, the third, the second and the fourth, as
- * split_quad() has them; a scale per BLOCK; per run of k the sum, as a float where the format has minima, else times the
+ * code_pairs() has them, or their low bytes, then their high ones, if ``bytes`` are multiplied; a scale per BLOCK; per run of k the sum, as a float where the format has minima, else times the
  * negative offset as an integer, with which the products' sum begins. */
 typedef struct {
     const int16_t *numbers;
@@ -44,6 +43,7 @@ typedef struct {
     int32_t *sums;
     float *scales;
     int64_t runs, blocks, panels; /* of a row, of a row, of an item */
+    int few;                      /* rows, so that codes are taken apart in registers */
 } blocks_job;
 
 /* Round to nearest; |x| <= 2^22. */
@@ -73,6 +73,14 @@ static void prepare_row(const void *context, int64_t row) {
             memcpy(number + i, &rounded, sizeof rounded);
         }
         for (int64_t i = 0; i < count; i += 4) {
+            if (job->few && PB_BYTE_DOT) {
+                int8_t *bytes = (int8_t *)(out + i);
+                for (int j = 0; j < 4; j++) {
+                    bytes[j] = (int8_t)number[i + j];
+                    bytes[4 + j] = (int8_t)((number[i + j] - bytes[j]) >> 8);
+                }
+                continue;
+            }
             out[i] = (int16_t)number[i], out[i + 1] = (int16_t)number[i + 2];
             out[i + 2] = (int16_t)number[i + 1], out[i + 3] = (int16_t)number[i + 3];
         }
@@ -85,12 +93,6 @@ static void prepare_row(const void *context, int64_t row) {
         }
         x += count, out += count;
     }
-}
-
-/* Four codes in each lane as two vectors of pairs: the first and the third, the second and the fourth. */
-INLINE void split_quad(vi pairs[2], vi quad) {
-    pairs[0] = quad & 0x00ff00ff;
-    pairs[1] = (vi)((vu)quad >> 8);
 }
 
 INLINE vi start_of(const rows_view *x, int row, int64_t run, int minima) {
@@ -111,54 +113,74 @@ INLINE void add_block(float *total, vf sum, const rows_view *x, int row) {
     vstore(total, vfma(sum, vset1(x->scales[row * x->blocks]), vload(total)));
 }
 
+/* Sums of products with codes of a few rows by some columns. A few sums are kept for one and added at the end, as one
+ * alone would wait for each product before the next. Where bytes can be multiplied, those of an activation's low and
+ * high byte are such sums, and codes need not be split. */
+typedef struct {
+    vi parts[4];
+} few_sum;
+
+INLINE few_sum start_few(vi start) { return (few_sum){{start}}; }
+
+INLINE void add_quad(few_sum *sum, const vi codes[2], const vi numbers[2], int chain) {
+#if PB_BYTE_DOT
+    sum->parts[chain * 2] = vdot_bytes(sum->parts[chain * 2], codes[0], numbers[0]);
+    sum->parts[chain * 2 + 1] = vdot_bytes(sum->parts[chain * 2 + 1], codes[0], numbers[1]);
+#else
+    sum->parts[chain] = vdot(sum->parts[chain], numbers[0], codes[0]);
+    sum->parts[chain] = vdot(sum->parts[chain], numbers[1], codes[1]);
+#endif
+}
+
+INLINE vi end_few(const few_sum *sum, int chains) {
+#if PB_BYTE_DOT
+    vi low = sum->parts[0], high = sum->parts[1];
+    if (chains == 2) low += sum->parts[2], high += sum->parts[3];
+    return low + (high << 8);
+#else
+    return chains == 2 ? sum->parts[0] + sum->parts[1] : sum->parts[0];
+#endif
+}
+
 /* totals [rows][LANES] += a block of some groups times codes as they are packed. */
 INLINE void few_tile(const rows_view *x, const char *codes, int64_t groups, vi table, const float *scales,
                      const float *minima, float *totals, int rows, int kind) {
-    const int run_quads = scaled_k(kind) / 4, bytes = code_bits(kind) * LINE;
-    const int chains = rows == 1 ? 2 : 1; /* one sum alone would wait for each product before the next */
+    const int run_quads = scaled_k(kind) / 4, bytes = code_bits(kind) * LINE, chains = rows > 2 ? 1 : 2;
     for (int first = 0; first < COLUMNS; first += TILE_COLUMNS) {
         vf sums[FEW_ROWS][TILE_COLUMNS] = {};
         const char *group = codes;
         int64_t run = 0;
         for (int64_t g = 0; g < groups; g++, group += bytes) {
-            for (int i = 0; first == 0 && i < bytes; i += 64) __builtin_prefetch(group + i + FETCH_AHEAD);
 #pragma GCC unroll 2
             for (int part = 0; part < QUADS / run_quads; part++, run++) {
-                vi products[2][FEW_ROWS][TILE_COLUMNS];
+                few_sum products[FEW_ROWS][TILE_COLUMNS];
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                    for (int v = 0; v < TILE_COLUMNS; v++) {
-                        products[0][r][v] = start_of(x, r, run, !!minima);
-                        products[1][r][v] = (vi){};
-                    }
+                    for (int v = 0; v < TILE_COLUMNS; v++) products[r][v] = start_few(start_of(x, r, run, !!minima));
 #pragma GCC unroll 8
                 for (int i = 0; i < run_quads; i++) {
                     int q = part * run_quads + i;
                     const int16_t *at = x->numbers + g * GROUP_K + q * 4;
-                    vi pairs[TILE_COLUMNS][2];
+                    vi four[TILE_COLUMNS][2];
 #pragma GCC unroll 2
-                    for (int v = 0; v < TILE_COLUMNS; v++)
-                        split_quad(pairs[v], code_quad(group, first + v, kind, q, table));
+                    for (int v = 0; v < TILE_COLUMNS; v++) {
+                        if (PB_BYTE_DOT) four[v][0] = code_quad(group, first + v, kind, q, table);
+                        else code_pairs(four[v], group, first + v, kind, q, table);
+                    }
 #pragma GCC unroll 4
-                    for (int r = 0; r < rows; r++)
+                    for (int r = 0; r < rows; r++) {
+                        vi numbers[2] = {pair_of(at + r * x->k), pair_of(at + r * x->k + 2)};
 #pragma GCC unroll 2
-                        for (int half = 0; half < 2; half++) {
-                            vi a = pair_of(at + r * x->k + half * 2);
-#pragma GCC unroll 2
-                            for (int v = 0; v < TILE_COLUMNS; v++) {
-                                vi *sum = &products[half % chains][r][v];
-                                *sum = vdot(*sum, a, pairs[v][half]);
-                            }
-                        }
+                        for (int v = 0; v < TILE_COLUMNS; v++) add_quad(&products[r][v], four[v], numbers, i % chains);
+                    }
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                    for (int v = 0; v < TILE_COLUMNS; v++) {
-                        vi all = chains == 2 ? products[0][r][v] + products[1][r][v] : products[0][r][v];
-                        sums[r][v] = add_run(sums[r][v], all, x, r, run, scales, minima, first + v);
-                    }
+                    for (int v = 0; v < TILE_COLUMNS; v++)
+                        sums[r][v] = add_run(sums[r][v], end_few(&products[r][v], chains), x, r, run, scales, minima,
+                                             first + v);
             }
         }
 #pragma GCC unroll 4
@@ -213,7 +235,7 @@ INLINE void widen_codes(int16_t *wide, const char *codes, int64_t groups, vi tab
 #pragma GCC unroll 4
             for (int v = 0; v < COLUMNS; v++) {
                 vi pairs[2];
-                split_quad(pairs, code_quad(codes, v, kind, q, table));
+                code_pairs(pairs, codes, v, kind, q, table);
                 memcpy(wide + v * W * 2, &pairs[0], sizeof pairs[0]);
                 memcpy(wide + (LANES + v * W) * 2, &pairs[1], sizeof pairs[1]);
             }
@@ -321,11 +343,11 @@ static void blocks_item(const void *context, int64_t item) {
     int64_t rows = l->m - first < ROW_BLOCK ? l->m - first : ROW_BLOCK, step = blocks_panel_bytes(f, l->k);
     const char *w = (const char *)l->weights + panel * step;
     _Alignas(64) float totals[MOST_PANELS * ROW_BLOCK * LANES];
-    wide_block *wide = l->m > FEW_ROWS * FEW_TILES ? pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide) : NULL;
+    wide_block *wide = job->few ? NULL : pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide);
     memset(totals, 0, sizeof(float) * (size_t)(panels * rows * LANES));
     for (int64_t block = 0; block < job->blocks; block++) {
         int64_t rest = (l->k - block * BLOCK) / GROUP_K, groups = rest < BLOCK_GROUPS ? rest : BLOCK_GROUPS;
-        if (wide) many_rows(job, wide, w, step, panels, block, groups, first, rows, totals);
+        if (!job->few) many_rows(job, wide, w, step, panels, block, groups, first, rows, totals);
         else few_rows(job, w, block, groups, totals);
         w += block_bytes(f, groups);
     }
@@ -343,7 +365,8 @@ EXPORT void pb_linear_blocks(const float *x, const void *weights, const float *b
     job.sums = (int32_t *)(job.numbers + m * k);
     job.scales = (float *)(job.sums + m * job.runs);
     job.panels = 1;
-    if (m > FEW_ROWS * FEW_TILES)
+    job.few = m <= FEW_ROWS * FEW_TILES;
+    if (!job.few)
         while (job.panels < MOST_PANELS &&
                ceil_div(block_panels(n), 2 * job.panels) * ceil_div(m, ROW_BLOCK) >= ITEMS_PER_THREAD * job.linear.threads)
             job.panels *= 2;

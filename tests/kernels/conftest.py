@@ -34,7 +34,7 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 
 _BUILDS = _builds()
 _OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
-_WEIGHT_TESTS = ("test_cpu_linear.py", "test_matmul_precision.py")
+_WEIGHT_TESTS = ("test_cpu_linear.py", "test_cpu_blocks.py", "test_matmul_precision.py")
 _EMULATED = (
     ["arm"]
     if "native" in _BUILDS and importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER)

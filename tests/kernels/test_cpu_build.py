@@ -275,8 +275,11 @@ def test_the_target_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flag", "files"),
     [
-        ("-march=sapphirerapids", ["linear.c", "linear_amx.c", "linear_amx_int.c", "linear_few.c"]),
-        ("-mavxvnni", ["linear_int.c"]),
+        (
+            "-march=sapphirerapids",
+            ["linear.c", "linear_amx.c", "linear_amx_int.c", "linear_blocks.c", "linear_few.c"],
+        ),
+        ("-mavxvnni", ["linear_blocks.c", "linear_int.c"]),
     ],
 )
 def test_what_few_machines_can_run_is_checked_by_every_compiler(flag: str, files: list[str]) -> None:
