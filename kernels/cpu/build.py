@@ -1,9 +1,9 @@
-"""Compile the C kernels at first use into the user's cache folder.
+"""The library of C kernels: what the wheel brings, else compiled at first use into the user's cache folder.
 
-The library's name holds a hash of the sources, the compiler, the flags and the CPU's features, so a new version,
-compiler or machine gets its own file. It is written beside its final name and renamed, so nobody sees half a file. Of
-concurrent starts one compiles and the others wait for it; where files cannot be locked, each compiles. It is not linked
-to OpenMP or to torch.
+The compiled library's name holds a hash of the sources, the compiler, the flags and the CPU's features, so a new
+version, compiler or machine gets its own file. It is written beside its final name and renamed, so nobody sees half a
+file. Of concurrent starts one compiles and the others wait for it; where files cannot be locked, each compiles. It is
+not linked to OpenMP or to torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from paged_backend.errors import BackendUnavailableError
 from paged_backend.folders import user_cache
 from paged_backend.kernels.cpu.cores import usable_cores
+from paged_backend.kernels.cpu.prebuilt import prebuilt
+from paged_backend.kernels.cpu.targets import TARGETS, KernelBuildError, chosen_target
 
 try:
     import fcntl
@@ -35,7 +36,7 @@ except ImportError:  # a system without it
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = (
+FLAGS = (
     "-std=gnu11",
     "-O3",
     "-fPIC",
@@ -44,31 +45,12 @@ _FLAGS = (
     "-ffp-contract=fast",
     "-pthread",
 )
-
-_NATIVE = (
-    ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64", "i686") else ("-mcpu=native",)
-)
-
-# for a machine whose operating system does not hand out the registers of the matrix unit that its CPU has
-WITHOUT_MATRIX_UNIT = (*_NATIVE, "-mno-amx-tile")
-
-TARGETS: dict[str, tuple[str, ...]] = {
-    "native": _NATIVE,
-    "avx2": ("-mavx2", "-mfma"),
-    "avx2-vnni": ("-mavx2", "-mfma", "-mavxvnni"),
-    "portable": (),
-}
-"""What ``PAGED_BACKEND_TARGET`` may name: instruction sets to compile for, the machine's own being the default."""
-
+"""What every compiler gets, whatever it compiles for."""
 
 LOCK_PATIENCE = 300.0
 """Seconds to wait for another process that compiles, before compiling beside it."""
 
 _LEFTOVER_AGE = 3600.0  # seconds after which the folder of a build that was killed is removed
-
-
-class KernelBuildError(BackendUnavailableError):
-    """The C kernels cannot be compiled or loaded here; the message says why and names the fix."""
 
 
 def cache_dir() -> Path:
@@ -86,9 +68,10 @@ def cache_dir() -> Path:
 
 
 def build(extra_flags: tuple[str, ...] | None = None) -> Path:
-    """Path of the compiled library, compiling it if it is not in the cache.
+    """Path of the library: that which the wheel brings, else the compiled one, compiling it if it is not in the cache.
 
-    extra_flags: which instruction set to compile for; None takes that of ``PAGED_BACKEND_TARGET`` (see ``TARGETS``).
+    extra_flags: which instruction set to compile for; None takes that of ``PAGED_BACKEND_TARGET`` (see ``TARGETS``), or
+    what suits the processor. ``native`` is always compiled here.
     """
     library = library_path(extra_flags)
     try:
@@ -99,9 +82,8 @@ def build(extra_flags: tuple[str, ...] | None = None) -> Path:
             if not library.exists():
                 _sweep(library.parent)
                 logger.warning("compiling the kernels, once, about 10 s")
-                sources = [path for path in _sources() if path.suffix == ".c"]
                 compiler = find_compiler()
-                _compile(compiler, _flags(compiler, extra_flags), sources, library)
+                _compile(compiler, _flags(compiler, extra_flags), c_files(), library)
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     return library
@@ -109,6 +91,8 @@ def build(extra_flags: tuple[str, ...] | None = None) -> Path:
 
 def check() -> None:
     """Raise the KernelBuildError that :func:`build` would end in: no place to write, or no compiler that works."""
+    if prebuilt(chosen_target()):
+        return
     folder = cache_dir()
     try:
         while not folder.exists():
@@ -127,24 +111,29 @@ def check() -> None:
 
 
 def library_path(extra_flags: tuple[str, ...] | None = None) -> Path:
-    """Where :func:`build` puts the library for these sources and flags, this compiler and machine."""
+    """Where :func:`build` finds the library, or puts it for these sources and flags, this compiler and machine."""
+    ready = prebuilt(chosen_target()) if extra_flags is None else None
+    if ready is not None:
+        return ready
     compiler = find_compiler()
     return cache_dir() / f"kernels-{_key(compiler, _flags(compiler, extra_flags), _sources())}.so"
 
 
 def _flags(compiler: list[str], extra_flags: tuple[str, ...] | None) -> tuple[str, ...]:
     if extra_flags is None:
-        target = os.environ.get("PAGED_BACKEND_TARGET") or "native"
-        if target not in TARGETS:
-            raise KernelBuildError(f"PAGED_BACKEND_TARGET={target!r} is none of {', '.join(TARGETS)}")
-        extra_flags = TARGETS[target]
+        extra_flags = TARGETS[chosen_target() or "native"]
     if not extra_flags and _is_zig(compiler):
         extra_flags = ("-mcpu=baseline",)  # which others take by default; zig takes the machine's own
-    return _FLAGS + extra_flags
+    return FLAGS + extra_flags
 
 
 def _sources() -> list[Path]:
     return sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
+
+
+def c_files() -> list[Path]:
+    """What is compiled."""
+    return [path for path in _sources() if path.suffix == ".c"]
 
 
 def find_compiler() -> list[str]:

@@ -2,6 +2,7 @@
 #include "linear_amx.h"
 #include "linear_float.h"
 #include "linear_int.h"
+#include "processor.h"
 
 enum { SMALL_WORK = 100 * 1000 }; /* multiply-adds below which one thread is faster than two */
 
@@ -36,7 +37,7 @@ EXPORT int64_t pb_linear_bytes(int64_t n, int64_t k, int64_t dtype) {
 /* 0 if this build cannot run here: the operating system refuses the matrix unit's registers. */
 EXPORT int64_t pb_usable(void) {
 #if PB_AMX
-    return pb_amx_usable();
+    return pb_tile_registers();
 #else
     return 1;
 #endif

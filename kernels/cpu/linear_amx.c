@@ -14,9 +14,6 @@
 #if PB_AMX
 #include "threads.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 enum {
     TILE_ROWS = 16,
     STEP = 32,                              /* k of one tile */
@@ -29,12 +26,6 @@ enum {
     FETCH_AHEAD = 2 * B_STEP_BYTES,
 };
 _Static_assert(COLUMN_TILES == 3, "the kernel below holds three column tiles");
-
-/* The operating system gives the tile registers to a process that asks. */
-int pb_amx_usable(void) {
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
 
 typedef struct {
     linear_job linear;

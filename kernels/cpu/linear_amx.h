@@ -4,7 +4,6 @@
 
 #include "panels.h"
 
-int pb_amx_usable(void);
 void pb_linear_amx(const linear_job *linear, int parts); /* parts: 1 to 3 bf16 numbers for an activation */
 
 #endif

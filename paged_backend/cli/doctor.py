@@ -189,12 +189,16 @@ def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"in_use": None, "compiler": None, "library": None, "error": None}
     try:
         from paged_backend.kernels.cpu import build as builder
+        from paged_backend.kernels.cpu.prebuilt import FOLDER
     except ImportError as error:
         found["error"] = str(error)
         return found
     try:
-        found["compiler"] = " ".join(builder.find_compiler())
         found["library"] = str(builder.build() if build else builder.library_path())
+        if Path(found["library"]).parent == FOLDER:
+            found["note"] = "brought by the package"
+        else:
+            found["compiler"] = " ".join(builder.find_compiler())
         found["built"] = Path(found["library"]).exists()
         found["in_use"] = "c"
         if not found["built"]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import paged_backend.kernels.cpu as kernels
 from paged_backend.kernels.cpu.backend import _SIGNATURES
-from paged_backend.kernels.cpu.build import _FLAGS
+from paged_backend.kernels.cpu.build import FLAGS
 
 COMPILER = "aarch64-linux-gnu-gcc"
 _PAGE = 1 << 12
@@ -83,7 +83,7 @@ class EmulatedLibrary:
         source.write_text(_SERIAL)
         sources = Path(next(iter(kernels.__path__)))
         files = [path for path in sorted(sources.glob("*.c")) if path.name != "threads.c"]
-        flags = [flag for flag in _FLAGS if flag not in ("-fPIC", "-pthread")]
+        flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-pthread")]
         alone = ["-static", "-nostdlib", "-fno-stack-protector", "-fno-tree-loop-distribute-patterns"]
         command = [
             COMPILER,

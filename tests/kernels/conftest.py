@@ -13,7 +13,8 @@ import torch
 from tensors import OnTensors
 
 from paged_backend.kernels.cpu.backend import CpuKernels
-from paged_backend.kernels.cpu.build import TARGETS, WITHOUT_MATRIX_UNIT, build
+from paged_backend.kernels.cpu.build import build
+from paged_backend.kernels.cpu.targets import TARGETS, WITHOUT_MATRIX_UNIT
 
 
 def _builds() -> dict[str, tuple[str, ...] | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
 import signal
 import subprocess
@@ -19,8 +18,9 @@ from packing import pack
 from tensors import OnTensors
 
 from paged_backend.kernels.cpu import build as build_module
-from paged_backend.kernels.cpu.backend import _SIGNATURES, CpuKernels
-from paged_backend.kernels.cpu.build import TARGETS, KernelBuildError, build
+from paged_backend.kernels.cpu.backend import CpuKernels
+from paged_backend.kernels.cpu.build import KernelBuildError, build
+from paged_backend.kernels.cpu.targets import TARGETS
 from paged_backend.kernels.select import select_kernels
 
 
@@ -233,29 +233,6 @@ def test_without_any_compiler_the_error_names_the_package(
     assert "\n" not in str(caught.value)
 
 
-_PLATFORMS = [
-    "x86_64-linux-gnu.2.17",
-    "aarch64-linux-gnu.2.17",
-    "x86_64-macos",
-    "aarch64-macos",
-    "x86_64-windows-gnu",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("platform_name", _PLATFORMS)
-def test_the_sources_link_for_every_platform(platform_name: str, tmp_path: Path) -> None:
-    pytest.importorskip("ziglang", reason="needs: pip install ziglang")
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", platform_name]
-    sources = [path for path in build_module._sources() if path.suffix == ".c"]
-    library = tmp_path / "kernels"
-    command = [*zig, *build_module._FLAGS, "-shared", *map(str, sources), "-o", str(library)]
-    done = subprocess.run(command, text=True, capture_output=True)
-    assert not done.returncode, done.stderr[-800:]
-    exported = set(re.findall(rb"pb_[a-z0-9_]+", library.read_bytes()))
-    assert {name.encode() for name in _SIGNATURES} <= exported
-
-
 def test_flags_are_part_of_the_key() -> None:
     assert build() == build()
     assert build(TARGETS["native"]) != build(TARGETS["portable"])
@@ -267,7 +244,7 @@ def test_the_target_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND_TARGET", "portable")
     assert build() == build(()) != native
     monkeypatch.setenv("PAGED_BACKEND_TARGET", "avx9000")
-    with pytest.raises(KernelBuildError, match="'avx9000' is none of native, avx2, avx2-vnni, portable"):
+    with pytest.raises(KernelBuildError, match=r"'avx9000' is none of native, avx2, .*, portable"):
         build()
 
 
