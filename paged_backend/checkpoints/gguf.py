@@ -19,9 +19,9 @@ import numpy as np
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.gguf_config import build_config, build_generation_config
 from paged_backend.checkpoints.gguf_metadata import GGUFFile, TensorInfo, demo_path, open_parts
-from paged_backend.checkpoints.gguf_quants import Expand, dequantize
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.array import BFLOAT16, Array, float32
+from paged_backend.kernels.ggml import Expand, dequantize
 
 logger = logging.getLogger(__name__)
 

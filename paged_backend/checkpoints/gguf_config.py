@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from paged_backend.checkpoints.gguf_metadata import GGUFFile
-from paged_backend.checkpoints.gguf_quants import dequantize
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.kernels.ggml import dequantize
 
 _HF_NAMES = {
     "llama": ("llama", "LlamaForCausalLM"),

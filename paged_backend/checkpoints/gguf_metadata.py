@@ -19,9 +19,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from paged_backend.checkpoints.gguf_quants import GGML_TYPES, GGMLType
 from paged_backend.checkpoints.mapped_file import map_file
 from paged_backend.errors import ModelLoadError
+from paged_backend.kernels.ggml import GGML_TYPES, GGMLType
 
 _U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from

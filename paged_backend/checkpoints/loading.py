@@ -12,7 +12,7 @@ from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from paged_backend.checkpoints.gguf_quants import Expand
+    from paged_backend.kernels.ggml import Expand
 
 
 def load_config(model: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from paged_backend.checkpoints import gguf_metadata
 from paged_backend.checkpoints.gguf import demo_path, load_gguf
 from paged_backend.checkpoints.gguf_metadata import GGUFFile
-from paged_backend.checkpoints.gguf_quants import GGML_TYPES, dequantize
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.array import float32
+from paged_backend.kernels.ggml import GGML_TYPES, dequantize
 from paged_backend.kernels.tensor import as_tensor
 
 NATIVE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
