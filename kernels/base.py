@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.kernels.array import DTYPES, Array, float32, is_float
+from paged_backend.kernels.array import DTYPES, Array, float32
 from paged_backend.kernels.pages import reserve
+from paged_backend.kernels.weights import Weight, is_weight, to_dense
 
 DeviceArray = Any
 """What a backend computes on. Both kinds have shapes, slices, views by ``reshape``, and arithmetic in place."""
@@ -68,14 +69,15 @@ class PackedLinear(ABC):
         """Bytes held by the packed weights and the bias."""
 
 
-def _check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> None:
+def _check_weights(weights: Sequence[Weight], biases: Sequence[Array | None] | None) -> None:
     """Raise TypeError or ValueError unless ``pack_linear`` can take them."""
     for part in (*weights, *(bias for bias in biases or () if bias is not None)):
-        if not isinstance(part, np.ndarray):
-            raise TypeError(f"pack_linear needs numpy arrays, got {type(part).__name__}")
-        if not is_float(part):
-            raise TypeError(f"pack_linear needs floating point weights, got {part.dtype}")
-    if not weights or any(w.ndim != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
+        if not is_weight(part):
+            kind = part.dtype if isinstance(part, np.ndarray) else type(part).__name__
+            raise TypeError(
+                f"pack_linear needs floating point weights in numpy arrays, or blocks; got {kind}"
+            )
+    if not weights or any(len(w.shape) != 2 or w.shape[1] != weights[0].shape[1] for w in weights):
         raise ValueError("pack_linear needs matrices [N_i, K] that share K")
     if biases is not None and [None if b is None else b.shape for b in biases] != [
         None if b is None else w.shape[:1] for b, w in zip(biases, weights)
@@ -83,7 +85,7 @@ def _check_weights(weights: Sequence[Array], biases: Sequence[Array | None] | No
         raise ValueError("pack_linear needs one bias [N_i], or None, for each matrix")
 
 
-def _joined(weights: Sequence[Array], biases: Sequence[Array | None] | None) -> Array | None:
+def _joined(weights: Sequence[Weight], biases: Sequence[Array | None] | None) -> Array | None:
     """float32 [N] of a linear put together from ``weights``, zeros where there is no bias; None if there is none."""
     if biases is None or all(bias is None for bias in biases):
         return None
@@ -112,12 +114,13 @@ class Kernels(ABC):
         return array
 
     def pack_linear(
-        self, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
+        self, weights: Sequence[Weight], biases: Sequence[Array | None] | None = None, dtype: str = "auto"
     ) -> PackedLinear:
-        """Pack matrices [N_i, K] (any float dtype, may be memory-mapped) as one linear of N = sum N_i outputs.
+        """Pack matrices [N_i, K] as one linear of N = sum N_i outputs.
 
-        weights, biases: numpy arrays (``array`` has bfloat16); a bias is [N_i], or None.
-        dtype: how weights are stored: ``float32``, ``bfloat16``, ``int8``, ``int4``; ``auto`` keeps what loses nothing.
+        weights: see ``weights``; biases: numpy arrays [N_i], or None.
+        dtype: how weights are stored: ``float32``, ``bfloat16``, ``int8``, ``int4``; ``auto`` keeps what they have, or
+        else what loses nothing.
         Raises TypeError or ValueError for arrays that are no such matrices, ValueError for a dtype the backend does not
         have.
         """
@@ -125,7 +128,7 @@ class Kernels(ABC):
         return self._pack(weights, _joined(weights, biases), dtype)
 
     @abstractmethod
-    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> PackedLinear:
+    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> PackedLinear:
         """:meth:`pack_linear` of what was looked at. bias: float32 [N], for the backend to keep."""
 
     @abstractmethod
@@ -199,12 +202,9 @@ class Kernels(ABC):
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; used by copy-on-write."""
 
-    def expand_gguf(self, raw: np.ndarray, format_id: int, values: int) -> np.ndarray | None:
-        """Packed GGUF blocks as uint8 [bytes] -> float32 [values], or None if these kernels do not know the format.
-
-        format_id: ggml's number of the format. Only a faster way to what the loader can do itself.
-        """
-        return None
+    def to_dense(self, weight: Weight) -> Array:
+        """The values [N, K] as an array of floats, the fastest way that this backend has."""
+        return to_dense(weight)
 
     def empty_cache(
         self,

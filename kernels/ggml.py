@@ -42,21 +42,12 @@ GGML_TYPES = {
 }  # fmt: skip
 
 
-Expand = Callable[[np.ndarray, int, int], "np.ndarray | None"]
-"""A faster way for some formats: (bytes, format id, number of values) -> float32 values, or None."""
-
-
-def dequantize(raw: np.ndarray, type_: GGMLType, expand: Expand | None = None) -> np.ndarray:
+def dequantize(raw: np.ndarray, type_: GGMLType) -> np.ndarray:
     """Expand uint8 [blocks * type_.nbytes] to float32 [blocks * type_.block].
 
-    expand: asked first; what it does not know is done here.
     Raises ``ModelLoadError`` for integer formats, and for a rare format when the ``gguf`` package, which
     knows those, is missing.
     """
-    if expand is not None:
-        values = expand(raw, type_.id, raw.size // type_.nbytes * type_.block)
-        if values is not None:
-            return values
     kernel = _KERNELS.get(type_.name)
     if kernel is None:
         return _by_package(raw, type_)

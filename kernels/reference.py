@@ -15,6 +15,7 @@ import numpy as np
 from paged_backend.kernels.array import Array, bfloat16, float32
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
+from paged_backend.kernels.weights import Weight, to_dense
 
 _STORAGE = {"auto": float32, "float32": float32, "bfloat16": bfloat16}
 _ERF = np.frompyfunc(math.erf, 1, 1)
@@ -52,13 +53,13 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
 
-    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> ReferenceLinear:
+    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> ReferenceLinear:
         if dtype in ("int8", "int4"):
             raise ValueError(f"{dtype} weights need the C kernels; the reference kernels have none")
         if dtype not in _STORAGE:
             raise ValueError(f"dtype must be one of {', '.join(_STORAGE)}, got {dtype!r}")
         # this copies even a single matrix: a view of a memory-mapped file would die with the file
-        return ReferenceLinear(np.concatenate([_STORAGE[dtype](w) for w in weights]), bias)
+        return ReferenceLinear(np.concatenate([_STORAGE[dtype](to_dense(w)) for w in weights]), bias)
 
     def linear(self, x: Array, weight: PackedLinear) -> Array:
         packed = _unpack(weight)

@@ -21,6 +21,7 @@ from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.cpu.cores import default_threads, usable_cores
 from paged_backend.kernels.cpu.targets import WITHOUT_MATRIX_UNIT
+from paged_backend.kernels.weights import GGMLBlocks, Weight, rows
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -117,11 +118,11 @@ class CpuKernels(Kernels):
         self._arena = Arena()
         self.threads = min(threads or default_threads(), usable_cores())
 
-    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> CpuLinear:
+    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> CpuLinear:
         if dtype != "auto" and dtype not in _DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
         if dtype == "auto":
-            dtype = "bfloat16" if all(self._is_bf16(w) for w in weights) else "float32"
+            dtype = "bfloat16" if all(map(self._is_bf16, weights)) else "float32"
         n, k = sum(len(w) for w in weights), weights[0].shape[1]
         packed = self._arena.zeros(self._lib.pb_linear_bytes(n, k, _DTYPES[dtype]))
         if bias is not None:
@@ -132,17 +133,19 @@ class CpuKernels(Kernels):
             first += len(weight)
         return CpuLinear(packed, bias, (n, k), dtype)
 
-    def _is_bf16(self, weight: Array) -> bool:
+    def _is_bf16(self, weight: Weight) -> bool:
         """Whether every value is a bf16 number."""
+        if isinstance(weight, GGMLBlocks):
+            return False  # products of codes and scales
         if weight.dtype == BFLOAT16:
             return True
-        return all(self._lib.pb_bf16_exact(part.ctypes.data, part.size) for _, part in _row_chunks(weight))
+        return all(self._lib.pb_bf16_exact(address(part), part.size) for _, part in self._row_chunks(weight))
 
-    def _put(self, packed: int, weight: Array, n: int, first: int, code: int) -> None:
+    def _put(self, packed: int, weight: Weight, n: int, first: int, code: int) -> None:
         """Put ``weight`` into the packed matrix of n outputs, as those from ``first`` on."""
         k = weight.shape[1]
-        for row, part in _row_chunks(weight):
-            source, rows, at = part.ctypes.data, len(part), first + row
+        for row, part in self._row_chunks(weight):
+            source, rows, at = address(part), len(part), first + row
             bf16 = part.dtype == BFLOAT16
             if code >= _DTYPES["int8"]:
                 self._lib.pb_pack_int(packed, source, n, at, rows, k, k, bf16, code, self.threads)
@@ -297,15 +300,21 @@ class CpuKernels(Kernels):
         self._lib.pb_act_and_mul(address(x), address(out), rows, d, _ACTIVATIONS[activation], self.threads)
         return out
 
-    def expand_gguf(self, raw: Array, format_id: int, values: int) -> Array | None:
-        raw = np.ascontiguousarray(raw)
-        out = np.empty(values, np.float32)
+    def to_dense(self, weight: Weight) -> Array:
+        if not isinstance(weight, GGMLBlocks):
+            return weight
+        raw, out = np.ascontiguousarray(weight.raw), np.empty(weight.shape, np.float32)
         known = self._lib.pb_expand_gguf(
-            format_id, raw.ctypes.data, raw.nbytes, out.ctypes.data, values, self.threads
+            weight.type.id, address(raw), raw.nbytes, address(out), out.size, self.threads
         )
-        if known < 0:
-            raise ValueError(f"{raw.nbytes} bytes of GGUF format {format_id} do not hold {values} values")
-        return out if known else None
+        return out if known > 0 else weight.to_dense()
+
+    def _row_chunks(self, weight: Weight) -> Iterator[tuple[int, Array]]:
+        """(first row, contiguous rows as float32 or bfloat16) of a matrix, a few megabytes at a time."""
+        step = max(1, _CHUNK_FLOATS // max(1, weight.shape[1]))
+        for row in range(0, len(weight), step):
+            part = self.to_dense(rows(weight, row, min(row + step, len(weight))))
+            yield row, np.ascontiguousarray(part if part.dtype == BFLOAT16 else float32(part))
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
@@ -337,11 +346,3 @@ def _own(weight: PackedLinear) -> CpuLinear:
     if not isinstance(weight, CpuLinear):
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
     return weight
-
-
-def _row_chunks(weight: Array) -> Iterator[tuple[int, Array]]:
-    """(first row, contiguous rows as float32 or bfloat16) of a matrix, a few megabytes at a time."""
-    step = max(1, _CHUNK_FLOATS // max(1, weight.shape[1]))
-    for row in range(0, len(weight), step):
-        part = weight[row : row + step]
-        yield row, np.ascontiguousarray(part if part.dtype == BFLOAT16 else float32(part))

@@ -22,6 +22,7 @@ from paged_backend.kernels.tensor import as_array, as_tensor, tensor_dtype
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
+from paged_backend.kernels.weights import Weight, to_dense
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,7 +90,7 @@ class TritonKernels(Kernels):
 
     # --- linears -------------------------------------------------------------------------------------------------
 
-    def _pack(self, weights: Sequence[Array], bias: Array | None, dtype: str) -> DenseLinear | IntLinear:
+    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> DenseLinear | IntLinear:
         """dtype: ``auto`` and the backend's own dtype store that; ``int8`` and ``int4`` as in ``quantize``."""
         if dtype not in ("auto", self.dtype, "int8", "int4"):
             raise ValueError(
@@ -98,10 +99,10 @@ class TritonKernels(Kernels):
         on_device = None if bias is None else as_tensor(bias).to(self.torch_device)
         if dtype in ("int8", "int4"):
             pack = quantize.quantize_int8 if dtype == "int8" else quantize.quantize_int4
-            parts = [pack(as_tensor(w).to(self.torch_device)) for w in weights]
+            parts = [pack(as_tensor(to_dense(w)).to(self.torch_device)) for w in weights]
             return IntLinear(quantize.join(parts), on_device)
         # cat copies even a single matrix: a view of a memory-mapped file would die with the file
-        weight = torch.cat([as_tensor(w).to(self.torch_device, self.torch_dtype) for w in weights])
+        weight = torch.cat([as_tensor(to_dense(w)).to(self.torch_device, self.torch_dtype) for w in weights])
         return DenseLinear(weight, on_device.to(self.torch_dtype) if on_device is not None else None)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:

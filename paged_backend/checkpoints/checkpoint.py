@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paged_backend.kernels.array import Array
+from paged_backend.kernels.weights import Weight
 
-TensorSource = Callable[[], Array]
+TensorSource = Callable[[], Weight]
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Checkpoint:
 
     config: the content of Hugging Face's ``config.json`` (``architectures``, ``hidden_size``, ...).
     tensors: Hugging Face tensor name (``model.embed_tokens.weight``, ``lm_head.weight``,
-        ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew: a safetensors
-        reader returns a view of the memory-mapped file, a GGUF reader dequantizes. Arrays of any float dtype
-        (``kernels.array`` has bfloat16); linears are [out, in] as torch has them, query and key rows in Hugging Face's
+        ``model.layers.0.self_attn.q_proj.weight``, ...) -> function that reads it. Each call reads anew, as a
+        rule as a view of the memory-mapped file. Arrays of any float dtype (``kernels.array`` has bfloat16), or blocks
+        of a quantised format; linears are [out, in] as torch has them, query and key rows in Hugging Face's
         "rotate half" order. A tied model may leave ``lm_head.weight`` out.
     shapes: tensor name -> shape, known without reading the tensor.
     generation_config: the content of ``generation_config.json``, {} if there is none.

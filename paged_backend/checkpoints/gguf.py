@@ -20,8 +20,8 @@ from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.gguf_config import build_config, build_generation_config
 from paged_backend.checkpoints.gguf_metadata import GGUFFile, TensorInfo, demo_path, open_parts
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
-from paged_backend.kernels.array import BFLOAT16, Array, float32
-from paged_backend.kernels.ggml import Expand, dequantize
+from paged_backend.kernels.array import BFLOAT16, float32
+from paged_backend.kernels.weights import GGMLBlocks, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +68,12 @@ _DEMO_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 class GGUFTensors(Mapping[str, TensorSource]):
     """Tensors of a GGUF file (or of its parts) under Hugging Face names.
 
-    Calling a value reads the tensor: float32, float16 and bfloat16 come back in that dtype as a view of the
-    mapped file; everything packed is expanded to a fresh float32 tensor.
+    Calling a value reads the tensor, as a view of the mapped file: float32, float16 and bfloat16 in that dtype,
+    everything else as :class:`GGMLBlocks`.
     """
 
-    def __init__(
-        self, files: list[GGUFFile], config: Mapping[str, Any], expand: Expand | None = None
-    ) -> None:
+    def __init__(self, files: list[GGUFFile], config: Mapping[str, Any]) -> None:
         self.file = files[0]
-        self._expand = expand
         self._config = config
         self._entries: dict[str, tuple[GGUFFile, TensorInfo]] = {}
         architecture = self.file.metadata["general.architecture"]
@@ -116,17 +113,19 @@ class GGUFTensors(Mapping[str, TensorSource]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, (_, info) in self._entries.items()}
 
-    def _read(self, name: str, file: GGUFFile, info: TensorInfo) -> Array:
+    def _read(self, name: str, file: GGUFFile, info: TensorInfo) -> Weight:
         raw = file.raw(info.name)
         if self._interleaved and (heads := self._rotary_heads(name)):
             raw = _halves(raw, heads, info, file)
-        if info.type.name in _DTYPES:
-            tensor = raw.view(_DTYPES[info.type.name])
+        source = f"{file.path}: tensor {info.name!r}"
+        if info.type.name not in _DTYPES:
+            rows = 1 if len(info.shape) == 1 else info.shape[0]
+            blocks = GGMLBlocks(raw, info.type, (rows, info.shape[-1]), source)
+            if len(info.shape) == 2:
+                return blocks
+            tensor = blocks.to_dense()
         else:
-            try:
-                tensor = dequantize(raw, info.type, self._expand)
-            except ModelLoadError as error:
-                raise ModelLoadError(f"{file.path}: tensor {info.name!r}: {error}") from error
+            tensor = raw.view(_DTYPES[info.type.name])
         if self._norm_plus_one and name.endswith("norm.weight"):
             tensor = float32(tensor) - np.float32(1)
         return tensor.reshape(info.shape)
@@ -137,11 +136,10 @@ class GGUFTensors(Mapping[str, TensorSource]):
         return int(self._config["num_key_value_heads"]) if ".k_proj." in name else 0
 
 
-def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
+def load_gguf(path: str | Path) -> Checkpoint:
     """Open a GGUF file as a ``Checkpoint``; of a model in several parts, any one of them.
 
-    Reads the header only. expand: a faster way to expand packed tensors. The demo model's file comes with the sampling
-    defaults of its model card.
+    Reads the header only. The demo model's file comes with the sampling defaults of its model card.
     Raises ``ModelLoadError`` for a missing or damaged file (naming file and tensor)
     and ``UnsupportedModelError`` for an architecture, setting or tensor without an implementation.
     """
@@ -149,7 +147,7 @@ def load_gguf(path: str | Path, expand: Expand | None = None) -> Checkpoint:
     files = open_parts(path)
     try:
         config = build_config(files)
-        tensors = GGUFTensors(files, config, expand)
+        tensors = GGUFTensors(files, config)
         generation_config = build_generation_config(files[0])
         if _is_demo(path):
             generation_config.update(_DEMO_SAMPLING)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_backend.checkpoints import safetensors
 from paged_backend.checkpoints.checkpoint import Checkpoint
 from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from paged_backend.kernels.ggml import Expand
 
 
 def load_config(model: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -24,16 +21,13 @@ def load_config(model: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return safetensors.read_configs(path)
 
 
-def load_checkpoint(path: Path, expand: Expand | None = None) -> Checkpoint:
-    """Config and lazily read tensors of a safetensors folder or a .gguf file. Raises ModelLoadError.
-
-    expand: a faster way to expand packed GGUF tensors, as a kernel backend has it.
-    """
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Config and lazily read tensors of a safetensors folder or a .gguf file. Raises ModelLoadError."""
     path = Path(path)
     if path.suffix == ".gguf":
         from paged_backend.checkpoints import gguf
 
-        return gguf.load_gguf(path, expand)
+        return gguf.load_gguf(path)
     if not path.exists():
         raise ModelLoadError(f"no model folder at {path}")
     if not path.is_dir():

@@ -36,7 +36,7 @@ def build_engine(config: EngineConfig) -> Engine:
     from paged_backend.models.loading import build_model
 
     kernels = kernels_for(config)
-    checkpoint = load_checkpoint(resolve_model(config.model), kernels.expand_gguf)
+    checkpoint = load_checkpoint(resolve_model(config.model))
     with ThreadPoolExecutor(1, "paged_backend-tokenizer") as beside:  # weights are packed in C meanwhile
         tokenizer = beside.submit(_tokenizer, config, checkpoint)
         model = build_model(config, kernels, checkpoint)

@@ -47,7 +47,7 @@ def _auto_format(path: Path, kernels: Kernels) -> str:
     from paged_backend.checkpoints.loading import load_checkpoint
     from paged_backend.models.architectures import spec_from_config
 
-    checkpoint = load_checkpoint(path, kernels.expand_gguf)
+    checkpoint = load_checkpoint(path)
     try:
         spec_from_config(checkpoint.config)
     except UnsupportedModelError:

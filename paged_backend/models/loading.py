@@ -47,7 +47,7 @@ def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
     as safetensors. Raises ModelLoadError naming the file, tensor or setting (UnsupportedModelError if it has no
     implementation), and ValueError for a weight dtype the kernels do not have.
     """
-    return build_model(config, kernels, load_checkpoint(resolve_model(config.model), kernels.expand_gguf))
+    return build_model(config, kernels, load_checkpoint(resolve_model(config.model)))
 
 
 def build_model(

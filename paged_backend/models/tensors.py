@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.errors import ModelLoadError
-from paged_backend.kernels.array import equal
+from paged_backend.kernels.weights import same_values
 from paged_backend.models.spec import DecoderSpec
 
 _T = TypeVar("_T")
@@ -156,7 +156,7 @@ def _resolve_tying(
     if EMBEDDING not in sources:
         sources[EMBEDDING], shapes[EMBEDDING] = sources[HEAD], shapes[HEAD]
         return spec
-    if shapes[HEAD] == shapes[EMBEDDING] and equal(sources[HEAD](), sources[EMBEDDING]()):
+    if shapes[HEAD] == shapes[EMBEDDING] and same_values(sources[HEAD](), sources[EMBEDDING]()):
         return spec
     logger.warning(
         "%s says tie_word_embeddings, yet has an lm_head that differs from the embedding: using that head. "

@@ -12,8 +12,11 @@ import torch
 from packing import pack
 from tensors import OnTensors
 
+from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.base import AttentionInputs, LayerCache
 from paged_backend.kernels.cpu.backend import CpuKernels
+from paged_backend.kernels.ggml import GGML_TYPES
+from paged_backend.kernels.weights import GGMLBlocks
 
 HEADS, GROUPS, D, SIZE, BLOCKS, TOKENS, HIDDEN = 4, 2, 8, 16, 5, 3, 24
 
@@ -199,19 +202,16 @@ def test_packing_takes_floating_point_weights_and_a_bias_each(native: OnTensors)
     for wrong in (torch.ones(6, 8, dtype=torch.int32), torch.ones(6, 8, dtype=torch.bool)):
         with pytest.raises(TypeError, match="floating point weights"):
             pack(native, [weight, wrong])
-    with pytest.raises(TypeError, match="numpy arrays, got Tensor"):
+    with pytest.raises(TypeError, match="in numpy arrays, or blocks; got Tensor"):
         native.kernels.pack_linear([weight])
     for biases in ([torch.ones(5)], [torch.ones(1)], [None, torch.ones(6)], [torch.ones(6, 1)]):
         with pytest.raises(ValueError, match="one bias"):
             pack(native, [weight], biases)
 
 
-def test_packed_blocks_of_a_file_fill_exactly_what_they_are_expanded_to(native: OnTensors) -> None:
-    raw = np.zeros(34 * 3, np.uint8)
-    assert native.expand_gguf(raw, 8, 96) is not None  # 8: Q8_0, 34 bytes for 32 values
-    for values in (95, 64, 128):
-        with pytest.raises(ValueError, match="do not hold"):
-            native.expand_gguf(raw, 8, values)
-    with pytest.raises(ValueError, match="do not hold"):
-        native.expand_gguf(raw[:-1], 8, 96)
-    assert native.expand_gguf(raw, 999, 96) is None
+@pytest.mark.parametrize(("size", "shape"), [(101, (1, 96)), (102, (1, 128)), (102, (2, 96)), (102, (3, 34))])
+def test_blocks_are_as_many_bytes_as_their_matrix_takes(size: int, shape: tuple[int, int]) -> None:
+    q8 = GGML_TYPES[8]  # 34 bytes for 32 values
+    assert GGMLBlocks(np.zeros(102, np.uint8), q8, (1, 96)).to_dense().shape == (1, 96)
+    with pytest.raises(ModelLoadError, match=f"here: {size} bytes of Q8_0 are no matrix"):
+        GGMLBlocks(np.zeros(size, np.uint8), q8, shape, "here")
