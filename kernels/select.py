@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from paged_backend.errors import BackendUnavailableError
+from paged_backend.errors import BackendUnavailableError, MissingExtraError, missing_extra
 from paged_backend.kernels.base import Kernels
 
 
@@ -47,25 +47,23 @@ def select_kernels(
 
 
 def _triton_kernels(device: str, dtype: str) -> Kernels:
-    if device != "cpu":
-        import torch
-
-        if not torch.cuda.is_available():
-            built = (
-                "" if torch.version.cuda or torch.version.hip else " (this torch is built for the CPU only)"
-            )
-            raise BackendUnavailableError(
-                f"device={device!r} needs a GPU that torch can use, and there is none{built}: use device='cpu', or "
-                "install a torch built for your GPU and check that the driver is loaded"
-            )
     try:
-        from paged_backend.kernels.triton.backend import TritonKernels
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise BackendUnavailableError(
-            "the GPU kernels need Triton: pip install 'paged-backend[triton]'"
-        ) from error
+        with missing_extra("triton", "the kernels for GPUs"):
+            import torch
+
+            if device != "cpu" and not torch.cuda.is_available():
+                built = (
+                    ""
+                    if torch.version.cuda or torch.version.hip
+                    else " (this torch is built for the CPU only)"
+                )
+                raise BackendUnavailableError(
+                    f"device={device!r} needs a GPU that torch can use, and there is none{built}: use "
+                    "device='cpu', or install a torch built for your GPU and check that the driver is loaded"
+                )
+            from paged_backend.kernels.triton.backend import TritonKernels
+    except MissingExtraError as error:
+        raise BackendUnavailableError(str(error)) from error
     try:
         return TritonKernels(device, dtype)
     except RuntimeError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class UnsupportedModelError(ModelLoadError):
 
 class BackendUnavailableError(PagedBackendError, RuntimeError):
     """The kernels or the device that were asked for are not to be had on this machine."""
+
+
+class MissingExtraError(PagedBackendError, ImportError):
+    """Packages that only a part of this one needs are not installed. The message has the command that installs them."""
 
 
 class RequestRejectedError(PagedBackendError, ValueError):
@@ -73,6 +78,22 @@ class BatchError(RequestFailedError):
     def __init__(self, message: str, outputs: Sequence[RequestOutput]) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+@contextmanager
+def missing_extra(extra: str, what: str) -> Iterator[None]:
+    """Around the imports of an extra's packages: where one is missing, :class:`MissingExtraError` says so.
+
+    what: needs them, as the subject of a sentence ("the server").
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("paged_backend."):
+            raise  # ours, which no installation brings
+        raise MissingExtraError(
+            f"{what} needs {error.name}: pip install 'paged-backend[{extra}]'", name=error.name
+        ) from error
 
 
 def call_user(function: Callable[..., T], *args: Any) -> T:

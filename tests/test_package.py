@@ -99,3 +99,13 @@ def test_transformers_finds_the_real_kernels_package_past_our_folder(tmp_path):
         "print(kernels.STAND_IN, kernels is not paged_backend.kernels)\n"
     )
     assert python(code, PYTHONPATH=str(tmp_path), USE_HUB_KERNELS="0") == "True True"
+
+
+def test_what_an_extra_brings_is_asked_for_in_one_line_and_a_module_of_ours_that_is_missing_is_no_extra():
+    from paged_backend.errors import MissingExtraError, missing_extra
+
+    wanted = r"^this needs no_such_package: pip install 'paged-backend\[torch\]'$"
+    with pytest.raises(MissingExtraError, match=wanted), missing_extra("torch", "this"):
+        import no_such_package  # noqa: F401
+    with pytest.raises(ModuleNotFoundError), missing_extra("torch", "this"):
+        import paged_backend.no_such_module  # noqa: F401

@@ -18,8 +18,11 @@ why.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paged_backend.errors import missing_extra
 
 if TYPE_CHECKING:
     from paged_backend.adapters.huggingface.text_generation import PagedTextGenerationPipeline
@@ -31,6 +34,12 @@ _LOADING = ("revision", "token", "dtype", "torch_dtype", "device_map", "trust_re
 
 _WHERE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 """Those that its tokenizer is loaded with as well."""
+
+
+with missing_extra("huggingface", "this adapter"):
+    for _package in ("torch", "transformers"):  # looked for only: to import them takes seconds
+        if find_spec(_package) is None:
+            raise ModuleNotFoundError(name=_package)
 
 
 class PagedModelForCausalLM:

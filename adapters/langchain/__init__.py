@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-try:
+from paged_backend.errors import missing_extra
+
+with missing_extra("langchain", "this adapter"):
     import langchain_core  # noqa: F401
-except ImportError as error:
-    raise ImportError("this adapter needs langchain-core: pip install 'paged-backend[langchain]'") from error
 
 from paged_backend.adapters.langchain.base import DeadlineError, InvalidRequestError, PromptTooLongError
 from paged_backend.adapters.langchain.chat_models import ChatPaged

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-try:
+from paged_backend.errors import missing_extra
+
+with missing_extra("llama-index", "this adapter"):
     import llama_index.core  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "this adapter needs llama-index-core: pip install 'paged-backend[llama-index]'"
-    ) from error
 
 from paged_backend.adapters.llama_index.llm import PagedLLM
 

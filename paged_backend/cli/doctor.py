@@ -19,10 +19,7 @@ from paged_backend.cli.help import single_command
 app = single_command()
 
 _PACKAGES = (
-    "torch",
-    "transformers",
     "tokenizers",
-    "safetensors",
     "huggingface_hub",
     "numpy",
     "jinja2",
@@ -36,7 +33,8 @@ _EXTRAS = {
     "llama-index": ("llama-index-core",),
     "gguf": ("gguf",),
     "bench": ("matplotlib",),
-    "triton": ("triton",),
+    "huggingface": ("torch", "transformers"),
+    "triton": ("torch", "triton"),
     "compiler": ("ziglang",),
 }
 """The packages of each extra. Nothing is wrong where they are missing."""
@@ -234,8 +232,6 @@ def _demo(warnings: list[str]) -> dict[str, Any]:
         return {"path": str(path), "bytes": path.stat().st_size}
     except ModelLoadError as error:
         warnings.append(f"there is no demo model: {DEMO_COMMAND}")
-        return {"path": None, "error": str(error)}
-    except ImportError as error:  # torch is missing, which is a problem listed already
         return {"path": None, "error": str(error)}
 
 

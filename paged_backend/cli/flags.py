@@ -70,7 +70,7 @@ ENGINE: Mapping[str, Flag] = {
     "tokenizer": Flag(str, "Folder or hub id of another tokenizer."),
     "device": Flag(str, "Where the model runs: cpu or cuda."),
     "dtype": Flag(str, "How weights are stored: auto, float32, bfloat16 or float16 (GPU)."),
-    "kernels": Flag(str, "auto, c (an error if they cannot be built), reference (torch) or triton (GPU)."),
+    "kernels": Flag(str, "auto, c (an error if they cannot be built), reference (numpy) or triton (GPU)."),
     "quantization": Flag(str, "Weights in int8 or int4 instead of the checkpoint's precision."),
     "matmul_precision": Flag(
         str,

@@ -42,10 +42,13 @@ def run_batch(
 ) -> bool:
     """Answer every line; True if all are answered with status 200. names: of the model, as lines may call it.
 
-    Raises ImportError without the server's dependencies, and what keeps the model from being opened.
+    Raises MissingExtraError without the server's packages, and what keeps the model from being opened.
     """
+    from paged_backend.errors import missing_extra
     from paged_backend.server.config import ServerConfig
-    from paged_backend.server.run.app import create_app
+
+    with missing_extra("server", "a batch of OpenAI's API"):
+        from paged_backend.server.run.app import create_app
 
     # what arrives is bounded here, not by turning it away
     server = ServerConfig(

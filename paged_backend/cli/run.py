@@ -146,12 +146,7 @@ def _run_openai_batch(
         try:
             good = run_batch(config, tuple(names), lines_of(source), write, shown)
         except (PagedBackendError, ValueError, ImportError) as error:
-            hint = (
-                "; batches need: pip install 'paged-backend[server]'"
-                if isinstance(error, ImportError)
-                else ""
-            )
-            complain(f"cannot run the batch on {model!r}: {error}{hint}")
+            complain(f"cannot run the batch on {model!r}: {error}")
             raise typer.Exit(1) from error
     if not good:
         raise typer.Exit(1)

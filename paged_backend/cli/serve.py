@@ -119,7 +119,7 @@ def serve(
 
 def _run(model: str, engine: dict[str, Any], config: ServerConfig) -> int:
     from paged_backend.config import EngineConfig
-    from paged_backend.errors import PagedBackendError
+    from paged_backend.errors import PagedBackendError, missing_extra
     from paged_backend.server.run.listening import ListenError, listen
 
     with ExitStack() as listening:
@@ -130,11 +130,8 @@ def _run(model: str, engine: dict[str, Any], config: ServerConfig) -> int:
             complain(str(error))
             raise typer.Exit(1) from error
         try:
-            from paged_backend.server.run.serve import serve as run_server
-        except ImportError as error:
-            complain(f"{error}; the server needs: pip install 'paged-backend[server]'")
-            raise typer.Exit(1) from error
-        try:
+            with missing_extra("server", "the server"):
+                from paged_backend.server.run.serve import serve as run_server
             return run_server(EngineConfig(model=model, **engine), config, sockets)
         except (PagedBackendError, ValueError, OSError, ImportError) as error:
             complain(f"cannot serve {model!r}: {error}")

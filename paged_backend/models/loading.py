@@ -9,7 +9,7 @@ from paged_backend.checkpoints.checkpoint import Checkpoint
 from paged_backend.checkpoints.loading import load_checkpoint
 from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.errors import ModelLoadError, UnsupportedModelError, missing_extra
 from paged_backend.kernels.base import Kernels
 from paged_backend.models.architectures import spec_from_config
 from paged_backend.models.decoder import Decoder
@@ -69,9 +69,11 @@ def build_model(
 def _through_transformers(
     config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, refusal: UnsupportedModelError
 ) -> LoadedModel:
-    import torch
+    with missing_extra("huggingface", f"{refusal}; its module in transformers"):
+        import torch
+        import transformers  # noqa: F401  (here, so that its absence is noticed)
 
-    from paged_backend.models.transformers.module import load_module
+        from paged_backend.models.transformers.module import load_module
 
     try:
         dtype = config.activation_dtype if config.through_triton else config.dtype

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paged_backend.errors import RequestRejectedError
+from paged_backend.errors import RequestRejectedError, missing_extra
 
 if TYPE_CHECKING:
     from paged_backend.text.special_text import SpecialText
@@ -268,8 +268,8 @@ def _cut_at_mark(text: str, final: str) -> str:
 def tool_schema(tool: Any) -> Any:
     """A tool's JSON schema: itself, or that of a documented function. Raises ``RequestRejectedError``."""
     if callable(tool) and not isinstance(tool, type) and not hasattr(tool, "model_dump"):
-        from transformers.utils import get_json_schema
-
+        with missing_extra("huggingface", "a tool that is a function and no JSON schema"):
+            from transformers.utils import get_json_schema
         try:
             return get_json_schema(tool)
         except Exception as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paged_backend.checkpoints.gguf_metadata import GGUFFile
-from paged_backend.errors import ModelLoadError, UnsupportedModelError
+from paged_backend.errors import ModelLoadError, UnsupportedModelError, missing_extra
 
 if TYPE_CHECKING:
     import tokenizers
@@ -282,9 +282,9 @@ def set_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) ->
 
 def _by_transformers(file: GGUFFile, model: str) -> tokenizers.Tokenizer:
     """Rare kinds (unigram, ...) through transformers' own conversion, which takes seconds to import."""
-    try:
+    with missing_extra("huggingface", f"the tokenizer of {file.path}, of kind {model!r},"):
         from transformers import AutoTokenizer
-
+    try:
         loaded: Any = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
         return loaded.backend_tokenizer
     except Exception as error:

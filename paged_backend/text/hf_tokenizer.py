@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paged_backend.errors import ModelLoadError
+from paged_backend.errors import ModelLoadError, missing_extra
 from paged_backend.folders import hub_cache
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _from_transformers(folder: Path) -> FolderTokenizer:
     """Folders without ``tokenizer.json`` (SentencePiece models, vocab and merges files)."""
-    try:
+    with missing_extra("huggingface", f"{folder}, which has no tokenizer.json,"):
         from transformers import AutoTokenizer
-
+    try:
         loaded: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         backend = loaded.backend_tokenizer
     except Exception as error:
