@@ -76,15 +76,17 @@ class WheelError(Exception):
 
 def compile_library(platform: Platform, target: str, folder: Path) -> Path:
     """The library of one target in ``folder``. Raises WheelError with the compiler's words, or what ``fault`` finds."""
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", platform.triple, "-mcpu=baseline", *FLAGS]
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", platform.triple, *FLAGS]
+    # LLVM otherwise makes two instructions of VNNI's product and sum, which costs a quarter of the speed of int8
+    processor = "-mcpu=baseline+fast_dpwssd" if platform.triple.startswith("x86_64") else "-mcpu=baseline"
     with tempfile.TemporaryDirectory() as scratch:  # zig puts .pdb and .lib files beside a DLL
         objects = []
         for source in c_files():
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
-            _zig([*zig, *TARGETS[target], "-c", str(source), "-o", objects[-1]])
+            _zig([*zig, processor, *TARGETS[target], "-c", str(source), "-o", objects[-1]])
         made = Path(scratch) / f"{target}{platform.suffix}"
         # what zig itself adds is not for the target, so that it is compiled once for all of them
-        _zig([*zig, *platform.flags, "-shared", "-s", *objects, "-o", str(made)])
+        _zig([*zig, "-mcpu=baseline", *platform.flags, "-shared", "-s", *objects, "-o", str(made)])
         problem = fault(platform, needs(made))
         if problem:
             raise WheelError(f"{target} for {platform.triple} {problem}")
