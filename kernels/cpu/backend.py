@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from paged_backend.kernels.array import BFLOAT16, Array, address, float32
 from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
+from paged_backend.kernels.cpu.blocks import BlockLinear, JoinedLinear, format_of, pack_blocks
 from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.cpu.cores import default_threads, usable_cores
 from paged_backend.kernels.cpu.targets import WITHOUT_MATRIX_UNIT
@@ -118,9 +121,25 @@ class CpuKernels(Kernels):
         self._arena = Arena()
         self.threads = min(threads or default_threads(), usable_cores())
 
-    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> CpuLinear:
+    def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> PackedLinear:
         if dtype != "auto" and dtype not in _DTYPES:
             raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if dtype != "auto":
+            return self._pack_dense(weights, bias, dtype)
+        parts: list[PackedLinear] = []
+        first = 0
+        for kind, group in groupby(weights, partial(format_of, self._lib)):
+            same: list[Any] = list(group)
+            stop = first + sum(map(len, same))
+            of_part = None if bias is None else bias[first:stop]
+            if kind is None:
+                parts.append(self._pack_dense(same, of_part, dtype))
+            else:
+                parts.append(pack_blocks(self._lib, same, of_part, self._arena, self.threads))
+            first = stop
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _pack_dense(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> CpuLinear:
         if dtype == "auto":
             dtype = "bfloat16" if all(map(self._is_bf16, weights)) else "float32"
         n, k = sum(len(w) for w in weights), weights[0].shape[1]
@@ -153,8 +172,10 @@ class CpuKernels(Kernels):
                 self._lib.pb_pack_linear(packed, source, at, rows, k, k, bf16, code, self.threads)
 
     def linear(self, x: Array, weight: PackedLinear) -> Array:
-        packed = _own(weight)
         x = check.contiguous("x", x)
+        if type(weight) is JoinedLinear:
+            return np.concatenate([self.linear(x, part) for part in weight.parts], axis=1)
+        packed = _own(weight)
         shape = x.shape
         if len(shape) != 2 or shape[1] != packed.in_features:
             raise ValueError(
@@ -162,6 +183,12 @@ class CpuKernels(Kernels):
             )
         rows = shape[0]
         out = np.empty((rows, packed.out_features), np.float32)
+        if isinstance(packed, BlockLinear):
+            self._lib.pb_linear_blocks(
+                address(x), packed.pointer, packed.bias_pointer, address(out),
+                rows, packed.out_features, packed.in_features, packed.format_id, self.threads,
+            )  # fmt: skip
+            return out
         self._lib.pb_linear(
             address(x), packed.pointer, packed.bias_pointer, address(out),
             rows, packed.out_features, packed.in_features, packed.code, self._parts, self.threads,
@@ -178,10 +205,13 @@ class CpuKernels(Kernels):
         packed = _own(table)
         pointer, count = check.whole_numbers("ids", ids), ids.size
         out = np.empty((count, packed.in_features), np.float32)
-        bad = self._lib.pb_embedding(
-            pointer, packed.pointer, address(out),
-            count, packed.out_features, packed.in_features, packed.code,
-        )  # fmt: skip
+        shape = count, packed.out_features, packed.in_features
+        if isinstance(packed, BlockLinear):
+            bad = self._lib.pb_embedding_blocks(
+                pointer, packed.pointer, address(out), *shape, packed.format_id
+            )
+        else:
+            bad = self._lib.pb_embedding(pointer, packed.pointer, address(out), *shape, packed.code)
         if bad >= 0:
             raise IndexError(
                 f"token id {int(ids.flat[bad])} is outside the vocabulary of {packed.out_features}"
@@ -342,7 +372,7 @@ class CpuKernels(Kernels):
         return [check.CheckedCache(c.key, c.value, check.cache_layout(c)) for c in caches]
 
 
-def _own(weight: PackedLinear) -> CpuLinear:
-    if not isinstance(weight, CpuLinear):
+def _own(weight: PackedLinear) -> CpuLinear | BlockLinear:
+    if not isinstance(weight, (CpuLinear, BlockLinear)):
         raise TypeError(f"weights were packed by another backend ({type(weight).__name__}); pack them here")
     return weight

@@ -1,94 +1,60 @@
-"""Weights in GGML's block formats (the matrices of GGUF files), multiplied as they are stored."""
+"""Weights in GGML's block formats (the matrices of GGUF files), with the codes and scales of the file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CDLL
 
-import numpy as np
-
-from paged_backend.kernels.array import Array
+from paged_backend.kernels.array import Array, address
+from paged_backend.kernels.base import PackedLinear
 from paged_backend.kernels.cpu.arena import Arena
+from paged_backend.kernels.weights import GGMLBlocks, Weight
 
 
-class BlockLinear:
-    """A matrix [N, K] in one block format, in the library's order: the file's codes and scales, about its size."""
+class BlockLinear(PackedLinear):
+    """Panels of blocks in one format, about as large as in the file, and the bias float32 (or None)."""
 
-    def __init__(
-        self,
-        library: CDLL,
-        packed: Array,
-        bias: Array | None,
-        shape: tuple[int, int],
-        format_id: int,
-        threads: int,
-    ) -> None:
-        self._library, self._packed, self._bias = library, packed, bias
+    __slots__ = ("bias", "bias_pointer", "format_id", "in_features", "out_features", "pointer", "weights")
+
+    def __init__(self, weights: Array, bias: Array | None, shape: tuple[int, int], format_id: int) -> None:
+        self.weights, self.bias, self.format_id = weights, bias, format_id
         self.out_features, self.in_features = shape
-        self.format_id, self.threads = format_id, threads
-
-    @classmethod
-    def pack(
-        cls,
-        library: CDLL,
-        parts: Sequence[Array],
-        format_id: int,
-        in_features: int,
-        bias: Array | None = None,
-        threads: int = 1,
-        arena: Arena | None = None,
-    ) -> BlockLinear:
-        """Matrices one below the other, as one.
-
-        parts: uint8, whole rows of blocks as a file has them. format_id: GGML's number of the format. bias: float32
-        [N]. Raises ValueError for a format that has no kernel, and for bytes that are not whole rows.
-        """
-        row = library.pb_block_row_bytes(in_features, format_id)
-        if row == 0:
-            raise ValueError(f"no kernel multiplies GGML format {format_id}")
-        for part in parts:
-            if row < 0 or part.dtype != np.uint8 or part.nbytes % row or not part.flags.c_contiguous:
-                raise ValueError(
-                    f"{part.nbytes} bytes ({part.dtype}) are not whole rows of {in_features} weights in GGML format "
-                    f"{format_id}"
-                )
-        n = sum(part.nbytes // row for part in parts)
-        if bias is not None and (bias.shape != (n,) or bias.dtype != np.float32):
-            raise ValueError(f"bias must be float32 [{n}], got {bias.dtype} {list(bias.shape)}")
-        packed = (arena or Arena()).zeros(library.pb_linear_blocks_bytes(n, in_features, format_id))
-        first = 0
-        for part in parts:
-            rows = part.nbytes // row
-            library.pb_pack_blocks(
-                packed.ctypes.data, part.ctypes.data, format_id, first, rows, in_features, threads
-            )
-            first += rows
-        bias = None if bias is None else np.ascontiguousarray(bias)
-        return cls(library, packed, bias, (n, in_features), format_id, threads)
+        self.pointer = address(weights)
+        self.bias_pointer = address(bias) if bias is not None else None
 
     def nbytes(self) -> int:
-        return self._packed.nbytes + (self._bias.nbytes if self._bias is not None else 0)
+        return self.weights.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def linear(self, x: Array) -> Array:
-        """float32 [T, K] -> [T, N]. Raises ValueError for anything else."""
-        if x.ndim != 2 or x.shape[1] != self.in_features or x.dtype != np.float32:
-            raise ValueError(f"x must be float32 [T, {self.in_features}], got {x.dtype} {list(x.shape)}")
-        x = np.ascontiguousarray(x)
-        out = np.empty((len(x), self.out_features), np.float32)
-        self._library.pb_linear_blocks(
-            x.ctypes.data, self._packed.ctypes.data, None if self._bias is None else self._bias.ctypes.data,
-            out.ctypes.data, len(x), self.out_features, self.in_features, self.format_id, self.threads,
-        )  # fmt: skip
-        return out
 
-    def rows(self, ids: Array) -> Array:
-        """int64 [T] -> float32 [T, K], the matrix's rows with the values that the format defines. Raises IndexError."""
-        ids = np.ascontiguousarray(ids, np.int64)
-        out = np.empty((ids.size, self.in_features), np.float32)
-        bad = self._library.pb_embedding_blocks(
-            ids.ctypes.data, self._packed.ctypes.data, out.ctypes.data,
-            ids.size, self.out_features, self.in_features, self.format_id,
-        )  # fmt: skip
-        if bad >= 0:
-            raise IndexError(f"row {int(ids.flat[bad])} is outside of a matrix of {self.out_features}")
-        return out
+class JoinedLinear(PackedLinear):
+    """Linears of one input beside each other: of matrices that a file has in several formats."""
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        self.parts = parts
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+
+    def nbytes(self) -> int:
+        return sum(part.nbytes() for part in self.parts)
+
+
+def format_of(library: CDLL, weight: Weight) -> int | None:
+    """GGML's number of a format that the library multiplies; None for all else."""
+    if not isinstance(weight, GGMLBlocks) or library.pb_block_row_bytes(weight.shape[1], weight.type.id) <= 0:
+        return None
+    return weight.type.id
+
+
+def pack_blocks(
+    library: CDLL, weights: Sequence[GGMLBlocks], bias: Array | None, arena: Arena, threads: int
+) -> BlockLinear:
+    """Matrices of one format (:func:`format_of`) one below the other, as one. bias: float32 [N]."""
+    format_id, k = weights[0].type.id, weights[0].shape[1]
+    n = sum(map(len, weights))
+    packed = arena.zeros(library.pb_linear_blocks_bytes(n, k, format_id))
+    first = 0
+    for weight in weights:
+        raw = weight.raw  # contiguous: it is a row, or was made by ``columns``
+        library.pb_pack_blocks(address(packed), address(raw), format_id, first, len(weight), k, threads)
+        first += len(weight)
+    return BlockLinear(packed, bias, (n, k), format_id)

@@ -8,9 +8,13 @@ from collections.abc import Callable
 import gguf
 import numpy as np
 import pytest
+from tensors import OnTensors
 
+from paged_backend.kernels.base import PackedLinear
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.cpu.blocks import BlockLinear
+from paged_backend.kernels.ggml import GGML_TYPES
+from paged_backend.kernels.weights import GGMLBlocks
 
 # what of a block is fp16, by byte
 SMALL = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0], "MXFP4": []}
@@ -35,12 +39,34 @@ def _values(raw: np.ndarray, name: str) -> np.ndarray:
     return np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]), np.float64)
 
 
+class _Matrix:
+    """Packed by some kernels, which multiply it."""
+
+    def __init__(self, kernels: CpuKernels, packed: PackedLinear) -> None:
+        self.kernels, self.packed = kernels, packed
+
+    def linear(self, x: np.ndarray) -> np.ndarray:
+        return self.kernels.linear(x, self.packed)
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        return self.kernels.embedding(np.ascontiguousarray(ids), self.packed)
+
+    def nbytes(self) -> int:
+        return self.packed.nbytes()
+
+
+def _blocks(raw: np.ndarray, name: str, k: int) -> GGMLBlocks:
+    return GGMLBlocks(raw.reshape(-1), GGML_TYPES[int(gguf.GGMLQuantizationType[name])], (len(raw), k))
+
+
 def _pack(
-    kernels: CpuKernels, parts: list[np.ndarray], name: str, k: int, bias: np.ndarray | None = None
-) -> BlockLinear:
-    return BlockLinear.pack(
-        kernels._lib, parts, int(gguf.GGMLQuantizationType[name]), k, bias, kernels.threads
-    )
+    kernels: OnTensors, parts: list[np.ndarray], name: str, k: int, bias: np.ndarray | None = None
+) -> _Matrix:
+    biases = None if bias is None else np.split(bias, np.cumsum([len(part) for part in parts])[:-1])
+    weights = [_blocks(part, name, k) for part in parts]
+    packed = kernels.kernels.pack_linear(weights, biases)
+    assert isinstance(packed, BlockLinear)
+    return _Matrix(kernels.kernels, packed)
 
 
 def _shapes(name: str) -> list[tuple[int, int]]:
@@ -49,7 +75,7 @@ def _shapes(name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_the_values_of_the_format_bit_for_bit(kernels: CpuKernels, name: str) -> None:
+def test_rows_are_the_values_of_the_format_bit_for_bit(kernels: OnTensors, name: str) -> None:
     for n, k in _shapes(name):
         raw = _file(name, n, k)
         found = _pack(kernels, [raw[: n // 3], raw[n // 3 :]], name, k).rows(np.arange(n)[::-1])
@@ -57,7 +83,7 @@ def test_rows_are_the_values_of_the_format_bit_for_bit(kernels: CpuKernels, name
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_those_of_the_format_s_values(kernels: CpuKernels, name: str) -> None:
+def test_products_are_those_of_the_format_s_values(kernels: OnTensors, name: str) -> None:
     rng = np.random.default_rng(1)
     for n, k in _shapes(name):
         raw, bias = _file(name, n, k), rng.standard_normal(n, np.float32)
@@ -77,7 +103,7 @@ def test_products_are_those_of_the_format_s_values(kernels: CpuKernels, name: st
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_activations_are_as_good_as_16_bits(kernels: CpuKernels, name: str) -> None:
+def test_activations_are_as_good_as_16_bits(kernels: OnTensors, name: str) -> None:
     raw = _file(name, 96, 1024)
     weight, x = _values(raw, name), np.random.default_rng(2).standard_normal((20, 1024), np.float32)
     expected = x @ weight.T
@@ -86,14 +112,14 @@ def test_activations_are_as_good_as_16_bits(kernels: CpuKernels, name: str) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_memory_is_that_of_the_file(kernels: CpuKernels, name: str) -> None:
+def test_memory_is_that_of_the_file(kernels: OnTensors, name: str) -> None:
     raw = _file(name, 96, 1024)
     assert _pack(kernels, [raw], name, 1024).nbytes() <= 1.06 * raw.nbytes
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
-    kernels: CpuKernels, threads: Callable[[int], None], name: str
+    kernels: OnTensors, threads: Callable[[int], None], name: str
 ) -> None:
     k = 800 if name in SMALL else 768
     raw, rng = _file(name, 205, k), np.random.default_rng(3)
@@ -109,7 +135,7 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
-def test_numbers_that_are_not_finite_stay_in_their_row(kernels: CpuKernels, name: str) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_row(kernels: OnTensors, name: str) -> None:
     packed = _pack(kernels, [_file(name, 60, 512)], name, 512)
     x = np.random.default_rng(4).standard_normal((9, 512), np.float32)
     clean = packed.linear(x)
@@ -122,7 +148,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(kernels: CpuKernels, name
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1e30])
-def test_activations_may_be_of_any_size(kernels: CpuKernels, size: float) -> None:
+def test_activations_may_be_of_any_size(kernels: OnTensors, size: float) -> None:
     raw = _file("Q4_K", 40, 256)
     x = np.random.default_rng(5).uniform(-1, 1, (3, 256)).astype(np.float32)
     packed = _pack(kernels, [raw], "Q4_K", 256)
@@ -130,7 +156,7 @@ def test_activations_may_be_of_any_size(kernels: CpuKernels, size: float) -> Non
     assert abs(error).max() <= 1e-3 * size * abs(packed.linear(x)).max() + 1e-30
 
 
-def test_scales_of_a_damaged_file_spread_no_further_than_their_outputs(kernels: CpuKernels) -> None:
+def test_scales_of_a_damaged_file_spread_no_further_than_their_outputs(kernels: OnTensors) -> None:
     for name in ("Q8_0", "Q4_K"):
         raw = _file(name, 40, 256)
         packed = _pack(kernels, [raw], name, 256)
@@ -144,26 +170,40 @@ def test_scales_of_a_damaged_file_spread_no_further_than_their_outputs(kernels: 
         assert np.array_equal(out[:, rest], packed.linear(x)[:, rest])
 
 
-def test_no_rows_and_no_outputs_are_no_work(kernels: CpuKernels) -> None:
+def test_no_rows_and_no_outputs_are_no_work(kernels: OnTensors) -> None:
     packed = _pack(kernels, [_file("Q4_K", 40, 256)], "Q4_K", 256)
     assert packed.linear(np.empty((0, 256), np.float32)).shape == (0, 40)
     assert packed.rows(np.empty(0, np.int64)).shape == (0, 256)
 
 
-def test_wrong_arguments_are_named(kernels: CpuKernels) -> None:
+def test_wrong_arguments_are_named(kernels: OnTensors) -> None:
     raw = _file("Q4_K", 6, 256)
     packed = _pack(kernels, [raw], "Q4_K", 256)
-    with pytest.raises(ValueError, match=r"float32 \[T, 256\].*\[2, 255\]"):
+    with pytest.raises(ValueError, match=r"the weights take \[T, 256\]"):
         packed.linear(np.zeros((2, 255), np.float32))
-    with pytest.raises(ValueError, match="float64"):
+    with pytest.raises(TypeError, match="float64"):
         packed.linear(np.zeros((2, 256)))
-    with pytest.raises(IndexError, match="row 6 is outside of a matrix of 6"):
+    with pytest.raises(IndexError, match="token id 6 is outside the vocabulary of 6"):
         packed.rows(np.array([0, 6]))
-    with pytest.raises(ValueError, match="no kernel multiplies GGML format 16"):
-        BlockLinear.pack(kernels._lib, [raw], 16, 256)
-    with pytest.raises(ValueError, match=r"863 bytes .* not whole rows of 256 weights"):
-        _pack(kernels, [raw.reshape(-1)[1:]], "Q4_K", 256)
-    with pytest.raises(ValueError, match="not whole rows of 320 weights"):
-        _pack(kernels, [raw], "Q4_K", 320)
-    with pytest.raises(ValueError, match=r"bias must be float32 \[6\]"):
-        _pack(kernels, [raw], "Q4_K", 256, np.zeros(5, np.float32))
+
+
+def test_matrices_of_several_formats_are_one_linear(kernels: OnTensors) -> None:
+    """As files have them: the values of a layer in more bits than its queries and keys; some matrix not quantised."""
+    rng, native = np.random.default_rng(7), kernels.kernels
+    parts = [_blocks(_file("Q4_K", 40, 256), "Q4_K", 256), _blocks(_file("Q6_K", 24, 256, 1), "Q6_K", 256)]
+    weights = [*parts, rng.standard_normal((8, 256), np.float32)]
+    biases = [rng.standard_normal(len(w), np.float32) for w in weights[:2]] + [None]
+    x = rng.standard_normal((5, 256), np.float32)
+    together = native.linear(x, native.pack_linear(weights, biases))
+    apart = [native.linear(x, native.pack_linear([w], [b])) for w, b in zip(weights, biases)]
+    assert np.array_equal(together, np.concatenate(apart, axis=1))
+
+
+def test_a_format_that_no_kernel_multiplies_is_expanded(kernels: OnTensors) -> None:
+    native = kernels.kernels
+    raw = np.random.default_rng(8).integers(0, 100, (4, 54), np.uint8)
+    weight, x = _blocks(raw, "TQ1_0", 256), np.random.default_rng(9).standard_normal((3, 256), np.float32)
+    assert np.array_equal(
+        native.linear(x, native.pack_linear([weight])),
+        native.linear(x, native.pack_linear([weight.to_dense()])),
+    )
