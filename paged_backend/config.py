@@ -15,9 +15,10 @@ class EngineConfig:
     model: a folder with safetensors, a .gguf file, a hub id, or ``demo``.
     tokenizer: folder or hub id of the tokenizer; None takes the model's own.
     device: ``cpu``, or ``cuda`` for the first GPU (``pip install 'paged-backend[triton]'``).
-    dtype: how weights are stored; math is fp32 on the CPU. ``auto`` takes what the kernels in use support best. On a
-        GPU it is also what activations are kept in, ``auto`` is ``bfloat16``, and ``float16`` is possible.
-    kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain torch) or ``triton`` (which ``auto``
+    dtype: how weights are stored; math is fp32 on the CPU. ``auto`` keeps what the file has, blocks of GGUF formats
+        among it, where the C kernels run; other kernels keep what they compute in. On a GPU it is also what
+        activations are kept in, ``auto`` is ``bfloat16``, and ``float16`` is possible.
+    kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain numpy) or ``triton`` (which ``auto``
         is on a GPU).
     quantization: None for the checkpoint's own precision.
     matmul_precision: of activations multiplied with bfloat16 weights on a CPU with a matrix unit (AMX), in torch's
