@@ -48,7 +48,7 @@ def select_kernels(
 
 def _triton_kernels(device: str, dtype: str) -> Kernels:
     try:
-        with missing_extra("triton", "the kernels for GPUs"):
+        with missing_extra("triton", "a GPU"):
             import torch
 
             if device != "cpu" and not torch.cuda.is_available():
