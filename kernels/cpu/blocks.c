@@ -106,13 +106,9 @@ void pb_block_scales(const block_format *f, const char *block, int64_t groups, f
                 vstore(scales + i, d * load_bytes(fine + i, 0));
                 vstore(minima + i, -(least * load_bytes(fine + count + i, 0)));
             } else {
-                uint8_t halves[2][W];
-                for (int j = 0; j < W; j++) {
-                    uint8_t both = (uint8_t)fine[i + j];
-                    halves[0][j] = both & 15, halves[1][j] = both >> 4;
-                }
-                vstore(scales + i, d * load_bytes((const char *)halves[0], 0));
-                vstore(minima + i, -(least * load_bytes((const char *)halves[1], 0)));
+                vi both = __builtin_convertvector(load_bytes(fine + i, 0), vi);
+                vstore(scales + i, d * __builtin_convertvector(both & 15, vf));
+                vstore(minima + i, -(least * __builtin_convertvector(both >> 4, vf)));
             }
         }
     }
