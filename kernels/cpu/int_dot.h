@@ -16,7 +16,9 @@ INLINE vi vdot(vi acc, vi a, vi b) {
 #elif PB_AVX2 && defined(__AVXVNNI__)
     return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
 #elif PB_AVX2
-    return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    acc += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    __asm__("" : "+x"(acc)); /* the sum now, or compilers keep products of many steps to add them up later */
+    return acc;
 #elif PB_NEON
     int16x4_t x = vget_low_s16((int16x8_t)a), even = vget_low_s16(vuzp1q_s16((int16x8_t)b, (int16x8_t)b)),
               odd = vget_low_s16(vuzp2q_s16((int16x8_t)b, (int16x8_t)b)); /* once for all rows */

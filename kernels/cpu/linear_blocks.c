@@ -22,7 +22,7 @@ enum {
     ITEMS_PER_THREAD = 4,
     LARGEST = 127 * 257, /* of an activation, two signed bytes; 255 * LARGEST * 32 < 2^31 */
     COLUMNS = LANES / W, /* vectors of outputs in a panel, */
-    TILE_COLUMNS = (W == 16 || PB_NEON) ? 2 : 1, /* and those that a tile has sums for */
+    TILE_COLUMNS = COLUMNS < 2 ? 1 : 2, /* and those that a tile has sums for */
     SMALL_WORK = 100 * 1000,
 };
 
