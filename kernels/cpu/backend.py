@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_block_row_bytes": (_I, (_I,) * 2),
     "pb_linear_blocks_bytes": (_I, (_I,) * 3),
     "pb_pack_blocks": (None, (_P, _P) + (_I,) * 5),
-    "pb_linear_blocks": (None, (_P,) * 4 + (_I,) * 5),
+    "pb_linear_blocks": (None, (_P,) * 4 + (_I,) * 6),
     "pb_embedding_blocks": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_usable": (_I, ()),
     "pb_bf16_exact": (_I, (_P, _I)),
@@ -115,6 +115,7 @@ class CpuKernels(Kernels):
         if matmul_precision not in _PARTS:
             raise ValueError(f"matmul_precision must be one of {', '.join(_PARTS)}, got {matmul_precision!r}")
         self._parts = _PARTS[matmul_precision]
+        self._bits = 8 if matmul_precision == "medium" else 16
         self._lib = load_library(library or build())
         if not self._lib.pb_usable() and library is None:  # pb_usable also asks for the registers
             self._lib = load_library(build(WITHOUT_MATRIX_UNIT))
@@ -186,7 +187,7 @@ class CpuKernels(Kernels):
         if isinstance(packed, BlockLinear):
             self._lib.pb_linear_blocks(
                 address(x), packed.pointer, packed.bias_pointer, address(out),
-                rows, packed.out_features, packed.in_features, packed.format_id, self.threads,
+                rows, packed.out_features, packed.in_features, packed.format_id, self._bits, self.threads,
             )  # fmt: skip
             return out
         self._lib.pb_linear(

@@ -1,0 +1,33 @@
+/* Activations that are multiplied with codes of blocks: integers and what belongs to them. */
+#ifndef PB_BLOCK_ROWS_H
+#define PB_BLOCK_ROWS_H
+
+#include "blocks.h"
+
+/* How the numbers of four consecutive k lie. PAIRS: 16 bits, the first, the third, the second, the fourth, as
+ * code_pairs() has codes. BYTES: the low bytes of all, then the high ones; a number is high * 256 + low, both signed.
+ * ONE_BYTE: 8 bits. */
+enum { PAIRS, BYTES, ONE_BYTE, MODES };
+
+/* M rows of k: a scale of each BLOCK; per run of k with one weight scale the sum of the numbers, as a float where the
+ * format has minima, else times the negative offset as an integer, with which the sum of products begins. */
+typedef struct {
+    char *numbers;
+    int32_t *sums;
+    float *scales;
+    int64_t stride, runs, blocks; /* of a row: bytes of numbers, runs, BLOCKs */
+} block_rows;
+
+INLINE int bytes_of_four(int mode) { return mode == ONE_BYTE ? 4 : 8; }
+
+/* The rows of x [M, K] in memory of the calling thread. */
+block_rows pb_block_rows(const linear_job *linear, const block_format *format, int mode);
+
+/* From a row and a BLOCK on. */
+INLINE block_rows rows_from(const block_rows *x, const block_format *format, int mode, int64_t row, int64_t block) {
+    return (block_rows){x->numbers + row * x->stride + block * BLOCK / 4 * bytes_of_four(mode),
+                        x->sums + row * x->runs + block * BLOCK / scaled_k(format->codes),
+                        x->scales + row * x->blocks + block, x->stride, x->runs, x->blocks};
+}
+
+#endif
