@@ -101,7 +101,8 @@ class CpuKernels(Kernels):
 
     threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations that are multiplied
     with bf16 weights on a matrix unit (AMX), in torch's words: ``highest`` is fp32 (three bf16 numbers for each),
-    ``high`` 16 bits (two), ``medium`` bf16. What is not computed there is as precise as ``highest``.
+    ``high`` 16 bits (two), ``medium`` bf16. Those multiplied with GGML's blocks have 16 bits with a scale per 256,
+    and 8 with ``medium`` where bytes can be multiplied (VNNI). What is computed elsewhere is as precise as ``highest``.
     """
 
     name = "c"

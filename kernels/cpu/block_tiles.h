@@ -64,9 +64,17 @@ INLINE vi end_few(const few_sum *sum, int chains, int mode) {
     return mode == BYTES ? low + (high << 8) : low;
 }
 
-/* totals [rows][LANES] += a block of some groups times codes as they are packed. */
-INLINE void few_tile(const block_rows *x, const char *codes, int64_t groups, vi table, const float *scales,
-                     const float *minima, float *totals, int rows, int kind, int mode) {
+/* Ask for the lines that are ``ahead`` bytes on from those of quad q of a group. */
+INLINE void fetch_quad(const char *group, int64_t ahead, int q, int bits) {
+    const int lines = bits * LINE / 64;
+#pragma GCC unroll 4
+    for (int i = lines * q / QUADS; i < lines * (q + 1) / QUADS; i++) __builtin_prefetch(group + ahead + i * 64);
+}
+
+/* totals [rows][LANES] += a block of some groups times codes as they are packed. What is read from the cache for a second
+ * time leaves the processor without a word on what comes next: then ``ahead``, else 0, says how many bytes on that is. */
+INLINE void few_tile(const block_rows *x, const char *codes, int64_t ahead, int64_t groups, vi table,
+                     const float *scales, const float *minima, float *totals, int rows, int kind, int mode) {
     const int run_quads = scaled_k(kind) / 4, chains = rows > 2 ? 1 : 2;
     for (int first = 0; first < COLUMNS; first += TILE_COLUMNS) {
         vf sums[FEW_ROWS][TILE_COLUMNS] = {};
@@ -83,6 +91,7 @@ INLINE void few_tile(const block_rows *x, const char *codes, int64_t groups, vi 
 #pragma GCC unroll 8
                 for (int i = 0; i < run_quads; i++, numbers += bytes_of_four(mode)) {
                     vi four[TILE_COLUMNS][2];
+                    if (ahead && first == 0) fetch_quad(group, ahead, part * run_quads + i, code_bits(kind));
 #pragma GCC unroll 2
                     for (int v = 0; v < TILE_COLUMNS; v++) {
                         int q = part * run_quads + i;
@@ -166,16 +175,16 @@ INLINE void widen_codes(char *wide, const char *codes, int64_t groups, vi table,
 
 /* One function for each kind of codes and number of rows: a few rows with codes as packed, widening, and rows by wide
  * codes. */
-typedef void few_function(const block_rows *, const char *, int64_t, vi, const float *, const float *, float *);
+typedef void few_function(const block_rows *, const char *, int64_t, int64_t, vi, const float *, const float *, float *);
 typedef void widen_function(char *, const char *, int64_t, vi);
 typedef void wide_function(const block_rows *, const char *, int64_t, int64_t, const float *, const float *, float *);
 #define EACH_KIND(X, mode) \
     X(CODES_2, mode) X(CODES_3, mode) X(CODES_4, mode) X(CODES_TABLE, mode) X(CODES_5, mode) X(CODES_6, mode) \
     X(CODES_8, mode)
 #define FEW_TILE(kind, mode, rows) \
-    static void few_##kind##_##mode##_##rows(const block_rows *x, const char *codes, int64_t groups, vi table, \
-                                             const float *scales, const float *minima, float *totals) { \
-        few_tile(x, codes, groups, table, scales, minima, totals, rows, kind, mode); \
+    static void few_##kind##_##mode##_##rows(const block_rows *x, const char *codes, int64_t ahead, int64_t groups, \
+                                             vi table, const float *scales, const float *minima, float *totals) { \
+        few_tile(x, codes, ahead, groups, table, scales, minima, totals, rows, kind, mode); \
     }
 #define FEW_TILES(kind, mode) FEW_TILE(kind, mode, 1) FEW_TILE(kind, mode, 2) FEW_TILE(kind, mode, 3) FEW_TILE(kind, mode, 4)
 #define FEW_ENTRY(kind, mode) {few_##kind##_##mode##_1, few_##kind##_##mode##_2, few_##kind##_##mode##_3, few_##kind##_##mode##_4},

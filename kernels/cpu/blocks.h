@@ -7,8 +7,8 @@
  * A block is its scales, then its codes:
  *   scales: what the format has in a block, LANES of each beside each other, padded to whole lines;
  *   codes: per GROUP as many lines as a code has bits. A line has 4 bytes of every lane; with code_quad() it gives four
- *   consecutive k of each lane, a "quad", at some shift. First come the low bits, as many as fill a quarter, half or
- *   whole of a byte, then a line or two of the rest.
+ *   consecutive k of each lane, a "quad", at some shift. The low 2, 4 or 8 bits of codes are in lines of their own. A
+ *   line of the rest goes before those that it belongs to, so that reading goes forward, which processors foresee.
  */
 #ifndef PB_BLOCKS_H
 #define PB_BLOCKS_H
@@ -132,15 +132,15 @@ INLINE vi code_quad(const char *group, int v, int codes, int q, vi table) {
     switch (codes) {
     case CODES_2: return CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3);
     case CODES_3:
-        low = CODE_LINE(q / 4) >> q % 4 * 2 & EACH_BYTE(3), high = CODE_LINE(2);
+        low = CODE_LINE(1 + q / 4) >> q % 4 * 2 & EACH_BYTE(3), high = CODE_LINE(0);
         return join_bits(q < 2 ? high << (2 - q) : high >> (q - 2), EACH_BYTE(4), low);
     case CODES_4: return CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15);
     case CODES_TABLE: return look_up(table, CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15));
     case CODES_5:
-        low = CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(4);
+        low = CODE_LINE(1 + q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(0);
         return join_bits(q < 4 ? high << (4 - q) : high >> (q - 4), EACH_BYTE(16), low);
     case CODES_6:
-        low = CODE_LINE(q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(4 + q / 4);
+        low = CODE_LINE(1 + q / 4 + q / 2) >> q % 2 * 4 & EACH_BYTE(15), high = CODE_LINE(q / 4 * 3);
         high = q % 4 < 2 ? high << (4 - q % 4 * 2) : high >> (q % 4 * 2 - 4);
         return join_bits(high, EACH_BYTE(48), low);
     default: return CODE_LINE(q);

@@ -29,36 +29,46 @@ typedef struct {
     _Alignas(64) float scales[MOST_SCALES * LANES], minima[MOST_SCALES * LANES];
 } wide_block;
 
+/* Ask for a part of what will be read next. */
+INLINE void fetch_part(const char *next, int64_t bytes, int64_t part, int64_t parts) {
+    for (int64_t i = bytes / 64 * part / parts; i < bytes / 64 * (part + 1) / parts; i++)
+        __builtin_prefetch(next + i * 64);
+}
+
 /* totals [panels][rows][LANES] += one block of some panels, ``step`` bytes apart, times rows from ``first`` on. */
 static void many_rows(const blocks_job *job, wide_block *wide, const char *w, int64_t step, int64_t panels,
                       int64_t block, int64_t groups, int64_t first, int64_t rows, float *totals) {
     const block_format *f = job->format;
-    const int64_t run_k = scaled_k(f->codes), tiles = ceil_div(rows, TILE_ROWS);
+    const int64_t run_k = scaled_k(f->codes), tiles = ceil_div(rows, TILE_ROWS), bytes = block_bytes(f, groups);
     const vi table = load_table(f->table);
-    for (int64_t p = 0; p < panels; p++, w += step) {
-        pb_block_scales(f, w, groups, wide[p].scales, wide[p].minima);
-        widen[job->mode][f->codes](wide[p].codes, w + block_head(f, groups), groups, table);
+    for (int64_t p = 0; p < panels; p++) {
+        const char *from = w + p * step;
+        pb_block_scales(f, from, groups, wide[p].scales, wide[p].minima);
+        widen[job->mode][f->codes](wide[p].codes, from + block_head(f, groups), groups, table);
     }
     for (int64_t i = 0; i < tiles; i++) {
         int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
         block_rows x = rows_from(&job->rows, f, job->mode, first + from, block);
         wide_function *tile = wide_tiles[job->mode][to - from - 1];
-        for (int64_t p = 0; p < panels; p++)
+        for (int64_t p = 0; p < panels; p++) {
+            fetch_part(w + bytes + p * step, bytes, i, tiles);
             tile(&x, wide[p].codes, groups * GROUP_K / run_k, run_k, wide[p].scales,
                  has_minima(f) ? wide[p].minima : NULL, totals + (p * rows + from) * LANES);
+        }
     }
 }
 
 static void few_rows(const blocks_job *job, const char *w, int64_t block, int64_t groups, float *totals) {
     const block_format *f = job->format;
-    const int64_t rows = job->linear.m, tiles = ceil_div(rows, FEW_ROWS);
+    const int64_t rows = job->linear.m, tiles = ceil_div(rows, FEW_ROWS), bytes = block_bytes(f, groups);
     _Alignas(64) float scales[MOST_SCALES * LANES], minima[MOST_SCALES * LANES];
     pb_block_scales(f, w, groups, scales, minima);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
         block_rows x = rows_from(&job->rows, f, job->mode, from, block);
-        few_tiles[job->mode][f->codes][to - from - 1](&x, w + block_head(f, groups), groups, load_table(f->table),
-                                                      scales, has_minima(f) ? minima : NULL, totals + from * LANES);
+        few_tiles[job->mode][f->codes][to - from - 1](&x, w + block_head(f, groups), i == 1 ? bytes : 0, groups,
+                                                      load_table(f->table), scales, has_minima(f) ? minima : NULL,
+                                                      totals + from * LANES);
     }
 }
 

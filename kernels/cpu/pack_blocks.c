@@ -119,23 +119,24 @@ static void take_large(const block_format *f, const uint8_t *b, parts *out) {
     }
 }
 
-INLINE void put_word(char *line, int64_t lane, uint32_t word) { memcpy(line + lane * 4, &word, 4); }
+/* Some bits of quads, ``share`` of them to a line. */
+static char *put_lines(char *line, int64_t lane, const uint32_t *quads, int count, int shift, int bits) {
+    const int share = 8 / bits;
+    for (int i = 0; i < count; i += share, line += LINE) {
+        uint32_t word = 0;
+        for (int j = 0; j < share; j++) word |= (quads[i + j] >> shift & EACH((1 << bits) - 1)) << bits * j;
+        memcpy(line + lane * 4, &word, 4);
+    }
+    return line;
+}
 
 /* Codes of a GROUP of one output, as code_quad() takes them. */
 static void put_codes(char *group, int64_t lane, const uint32_t *quads, int codes) {
-    int bits = code_bits(codes), low = bits < 4 ? 2 : bits < 8 ? 4 : 8, share = 8 / low;
-    for (int i = 0; i < QUADS / share; i++, group += LINE) {
-        uint32_t word = 0;
-        for (int j = 0; j < share; j++) word |= (quads[i * share + j] & EACH((1 << low) - 1)) << low * j;
-        put_word(group, lane, word);
-    }
-    int rest = bits - low;
-    if (!rest) return;
-    for (int i = 0; i < rest; i++, group += LINE) {
-        uint32_t word = 0;
-        for (int j = 0; j < QUADS / rest; j++)
-            word |= (quads[i * QUADS / rest + j] >> low & EACH((1 << rest) - 1)) << rest * j;
-        put_word(group, lane, word);
+    int bits = code_bits(codes), low = bits < 4 ? 2 : bits < 8 ? 4 : 8, rest = bits - low;
+    int together = rest ? 8 / rest : QUADS; /* quads that share a line of the rest */
+    for (int i = 0; i < QUADS; i += together, quads += together) {
+        if (rest) group = put_lines(group, lane, quads, together, low, rest);
+        group = put_lines(group, lane, quads, together, 0, low);
     }
 }
 

@@ -45,8 +45,13 @@ class _Matrix:
     def __init__(self, kernels: CpuKernels, packed: PackedLinear) -> None:
         self.kernels, self.packed = kernels, packed
 
-    def linear(self, x: np.ndarray) -> np.ndarray:
-        return self.kernels.linear(x, self.packed)
+    def linear(self, x: np.ndarray, bits: int = 16) -> np.ndarray:
+        """bits: of an activation; 8 is the precision ``medium``."""
+        self.kernels._bits = bits
+        try:
+            return self.kernels.linear(x, self.packed)
+        finally:
+            self.kernels._bits = 16
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         return self.kernels.embedding(np.ascontiguousarray(ids), self.packed)
@@ -82,8 +87,9 @@ def test_rows_are_the_values_of_the_format_bit_for_bit(kernels: OnTensors, name:
         assert np.array_equal(found, _values(raw, name)[::-1].astype(np.float32))
 
 
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_those_of_the_format_s_values(kernels: OnTensors, name: str) -> None:
+def test_products_are_those_of_the_format_s_values(kernels: OnTensors, name: str, bits: int) -> None:
     rng = np.random.default_rng(1)
     for n, k in _shapes(name):
         raw, bias = _file(name, n, k), rng.standard_normal(n, np.float32)
@@ -94,21 +100,21 @@ def test_products_are_those_of_the_format_s_values(kernels: OnTensors, name: str
             x[m // 2] = 0
             x[:, k // 2] *= 50
             expected = x.astype(np.float64) @ weight.T + bias
-            # activations have 16 bits in each block of 256: each is off by at most half a step of its block
-            step = (
-                np.repeat(np.maximum.reduceat(abs(x), range(0, k, 256), axis=1), 256, axis=1)[:, :k] / 32639
-            )
+            # each activation is off by at most half a step of its block of 256
+            most = np.repeat(np.maximum.reduceat(abs(x), range(0, k, 256), axis=1), 256, axis=1)[:, :k]
+            step = most / {16: 32639, 8: 127}[bits]
             bound = step * 0.51 @ abs(weight).T + 2e-6 * (abs(x) @ abs(weight).T + abs(bias)) + 1e-30
-            assert (abs(packed.linear(x) - expected) <= bound).all(), (n, k, m)
+            assert (abs(packed.linear(x, bits) - expected) <= bound).all(), (n, k, m)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_activations_are_as_good_as_16_bits(kernels: OnTensors, name: str) -> None:
+def test_activations_are_as_good_as_their_bits(kernels: OnTensors, name: str) -> None:
     raw = _file(name, 96, 1024)
     weight, x = _values(raw, name), np.random.default_rng(2).standard_normal((20, 1024), np.float32)
     expected = x @ weight.T
-    error = _pack(kernels, [raw], name, 1024).linear(x) - expected
-    assert np.linalg.norm(error) < 6e-5 * np.linalg.norm(expected)
+    packed = _pack(kernels, [raw], name, 1024)
+    assert np.linalg.norm(packed.linear(x) - expected) < 6e-5 * np.linalg.norm(expected)
+    assert np.linalg.norm(packed.linear(x, 8) - expected) < 1.5e-2 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -117,21 +123,22 @@ def test_memory_is_that_of_the_file(kernels: OnTensors, name: str) -> None:
     assert _pack(kernels, [raw], name, 1024).nbytes() <= 1.06 * raw.nbytes
 
 
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_the_same_bits_in_every_batch_and_on_two_threads(
-    kernels: OnTensors, threads: Callable[[int], None], name: str
+    kernels: OnTensors, threads: Callable[[int], None], name: str, bits: int
 ) -> None:
     k = 800 if name in SMALL else 768
     raw, rng = _file(name, 205, k), np.random.default_rng(3)
     x = rng.standard_normal((250, k), np.float32)
-    whole = _pack(kernels, [raw], name, k).linear(x)
+    whole = _pack(kernels, [raw], name, k).linear(x, bits)
     for count in (2, 1):
         threads(count)
         packed = _pack(kernels, [raw], name, k)
-        assert np.array_equal(packed.linear(x), whole)
+        assert np.array_equal(packed.linear(x, bits), whole)
         for m in (*range(1, 31), 64, 121):
             start = int(rng.integers(0, 250 - m))
-            assert np.array_equal(packed.linear(x[start : start + m]), whole[start : start + m]), m
+            assert np.array_equal(packed.linear(x[start : start + m], bits), whole[start : start + m]), m
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
