@@ -22,7 +22,21 @@ def cpu_name() -> str:
                 return value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    named = sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode("utf-8", "replace")
+    return named or platform.processor() or platform.machine()
+
+
+def sysctl(name: str) -> bytes:
+    """What macOS says of ``name``; nothing where it knows no such name, and on other systems."""
+    if sys.platform != "darwin":
+        return b""
+    ask = ctypes.CDLL(None).sysctlbyname
+    ask.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    size = ctypes.c_size_t(0)
+    if ask(name.encode(), None, ctypes.byref(size), None, 0):
+        return b""
+    value = ctypes.create_string_buffer(size.value)
+    return b"" if ask(name.encode(), value, ctypes.byref(size), None, 0) else value.raw[: size.value]
 
 
 def usable_memory() -> int:

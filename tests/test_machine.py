@@ -77,3 +77,16 @@ def resident() -> int:
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="the system is asked in another way")
 def test_this_machine_has_memory() -> None:
     assert GIB // 4 < machine.usable_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_processor_that_no_file_names_is_named_by_macos_or_by_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_file(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine.Path, "read_text", no_file)
+    assert machine.sysctl("machdep.cpu.brand_string") == b"" or sys.platform == "darwin"
+    assert machine.cpu_name()
+    monkeypatch.setattr(machine, "sysctl", {"machdep.cpu.brand_string": b"Apple M1\0"}.__getitem__)
+    assert machine.cpu_name() == "Apple M1"

@@ -227,7 +227,11 @@ def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], l
         _run([[*compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects)])
         shared = str(Path(folder) / library.name)
         _run([[*compiler, *flags, "-shared", *objects, "-o", shared]])
-        os.replace(shared, library)
+        try:
+            os.replace(shared, library)
+        except PermissionError:
+            if not library.exists():  # else Windows, where another process made it and has loaded it
+                raise
 
 
 def _run(commands: list[list[str]]) -> None:

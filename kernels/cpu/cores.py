@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
+import sys
 from pathlib import Path
+
+from paged_backend.machine import sysctl
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -27,7 +32,31 @@ def default_threads() -> int:
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdecimal() and int(said) > 0:
         return int(said)
-    return len({_siblings(core) for core in _usable()})
+    return _physical_cores() or len({_siblings(core) for core in _usable()})
+
+
+def _physical_cores() -> int:
+    """Of macOS and Windows; 0 elsewhere. Of a machine with two kinds, the fast ones: the others would end last."""
+    fast = sysctl("hw.perflevel0.physicalcpu") or sysctl("hw.physicalcpu")
+    if fast:
+        return int.from_bytes(fast, sys.byteorder)
+    return _count_cores(_windows_processors()) if sys.platform == "win32" else 0
+
+
+def _windows_processors() -> bytes:
+    """Windows' SYSTEM_LOGICAL_PROCESSOR_INFORMATION, 32 bytes each."""
+    ask = ctypes.windll.kernel32.GetLogicalProcessorInformation  # type: ignore[attr-defined]
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    size = ctypes.c_uint32(0)
+    ask(None, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    return found.raw[: size.value] if ask(found, ctypes.byref(size)) else b""
+
+
+def _count_cores(processors: bytes) -> int:
+    return sum(
+        kind == 0 for _, kind in struct.iter_unpack("<QI20x", processors)
+    )  # the others are caches and the like
 
 
 def _siblings(core: int) -> str:

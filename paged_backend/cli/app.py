@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -65,4 +68,13 @@ def _root(
 
 def main() -> None:
     """The console entry point."""
+    _print_any_text()
     app()
+
+
+def _print_any_text() -> None:
+    """What models write has every character, and Windows' code pages and the C locale have few: files and pipes get
+    UTF-8 unless ``PYTHONIOENCODING`` says otherwise, and what a terminal cannot show is a question mark there."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        chosen = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
+        sys.stdout.reconfigure(encoding=None if chosen else "utf-8", errors="replace")

@@ -39,6 +39,7 @@ def open_engine(model: str, options: Mapping[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
+_READER_WENT_AWAY = 128 + 13  # SIGPIPE, which Windows has no name for
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -57,8 +58,11 @@ def orderly_end() -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGINT) from None
     except BrokenPipeError:
         _give_up_stdout()
-        raise typer.Exit(128 + signal.SIGPIPE) from None
+        raise typer.Exit(_READER_WENT_AWAY) from None
     except OSError as error:
+        if os.name == "nt" and error.errno == errno.EINVAL:  # how Windows says that the reader went away
+            _give_up_stdout()
+            raise typer.Exit(_READER_WENT_AWAY) from None
         if error.errno not in _NO_ROOM:
             raise
         _give_up_stdout()

@@ -213,13 +213,15 @@ def _kernels(build: bool, warnings: list[str]) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
+    from paged_backend.machine import usable_memory
+
     total = available = None
     for line in _lines("/proc/meminfo"):
         key, _, value = line.partition(":")
         if key in ("MemTotal", "MemAvailable"):
             amount = int(value.split()[0]) * 1024
             total, available = (amount, available) if key == "MemTotal" else (total, amount)
-    return {"total_bytes": total, "available_bytes": available}
+    return {"total_bytes": usable_memory() if total is None else total, "available_bytes": available}
 
 
 def _demo(warnings: list[str]) -> dict[str, Any]:

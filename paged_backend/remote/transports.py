@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any, Protocol
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelLoadError, PagedBackendError
+from paged_backend.remote.line import start_with_line
 from paged_backend.remote.protocol import HEADER, Message, pack, unpack
 
 Deliver = Callable[[Message], None]
@@ -42,7 +41,7 @@ class Transport(Protocol):
 
 
 class ProcessTransport:
-    """command: what starts the engine process, to which the number of its socket is added. log_format: of its log."""
+    """command: what starts the engine process; an argument for ``own_line`` is added. log_format: of its log."""
 
     restartable = True
 
@@ -60,11 +59,7 @@ class ProcessTransport:
         return self._process.pid if self._process is not None else None
 
     async def open(self, deliver: Deliver) -> Message:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+        self._process, ours = await start_with_line(self._command)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(
             pack({"t": "open", "config": asdict(self._config), "log_format": self._log_format})

@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m paged_backend.remote.worker FD``, with a connected socket as FD.
+"""The engine's process: ``python -m paged_backend.remote.worker LINE``, where ``own_line`` makes a socket of LINE.
 
 First comes a message with the engine's options, then those of ``EngineSession``. When the other end goes away, so does
 this process.
@@ -15,14 +15,15 @@ import threading
 from typing import Any
 
 from paged_backend.logs import set_up_logging
+from paged_backend.remote.line import own_line
 from paged_backend.remote.protocol import HEADER, Message, pack, unpack
 
 
-def main(fd: int) -> None:
-    """Serve the socket until it is closed."""
+def main(argument: str) -> None:
+    """Serve the line until it is closed."""
     # Ctrl-C is for the other end, which drains and then closes the socket
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    line = socket.socket(fileno=fd)
+    line = own_line(argument)
     options = _receive(line)
     if options is None:
         return
@@ -80,4 +81,4 @@ def _exactly(line: socket.socket, count: int) -> bytes | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -94,6 +94,24 @@ def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start):
     assert errors == b""
 
 
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "é 水".encode()),
+        ({"PYTHONIOENCODING": "cp1252"}, b"\xe9 ?"),
+    ],
+    ids=["a locale of few characters", "a code page"],
+)
+def test_text_that_the_locale_cannot_write_is_written(settings, shown, quiet_env):
+    code = (
+        "import sys, typer, paged_backend.cli.app as app\n"
+        "app.app = lambda: typer.echo('\\u00e9 \\u6c34')\n"
+        "app.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**quiet_env, **settings}, capture_output=True)
+    assert (done.stdout.rstrip(), done.stderr) == (shown, b"")
+
+
 def test_a_full_disk_ends_a_run_with_one_line(model, quiet_env):
     if not os.path.exists("/dev/full"):
         pytest.skip("the system has no /dev/full")

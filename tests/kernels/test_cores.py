@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,27 @@ def test_where_the_system_tells_nothing_every_core_counts(machine: Path, monkeyp
 def test_omp_num_threads_decides_if_it_says_a_number(machine: Path, monkeypatch, said, threads) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert cores.default_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [({"hw.physicalcpu": 8}, 8), ({"hw.physicalcpu": 8, "hw.perflevel0.physicalcpu": 4}, 4), ({}, 6)],
+    ids=["all alike", "fast and slow", "not told"],
+)
+def test_on_macos_the_fast_physical_cores_count(
+    tmp_path: Path, machine: Path, monkeypatch, told, threads
+) -> None:
+    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path / "none")
+    monkeypatch.setattr(cores, "sysctl", lambda name: struct.pack("=I", told[name]) if name in told else b"")
+    assert cores.default_threads() == threads
+
+
+def test_on_windows_two_logical_cores_of_one_are_one(machine: Path, monkeypatch) -> None:
+    core, cache, package = 0, 2, 3
+    processors = b"".join(
+        struct.pack("<QI20x", mask, kind)
+        for mask, kind in [(3, core), (3, cache), (12, core), (12, cache), (15, package)]
+    )
+    monkeypatch.setattr(cores.sys, "platform", "win32")
+    monkeypatch.setattr(cores, "_windows_processors", lambda: processors)
+    assert cores.default_threads() == 2

@@ -88,6 +88,26 @@ def test_of_concurrent_first_starts_one_compiles_and_all_end_with_its_library(
     assert 1 <= len(links) <= (3 if without_locks else 1)
 
 
+@pytest.mark.parametrize("made_meanwhile", [True, False])
+def test_a_library_that_another_process_has_made_and_loaded_is_taken(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, made_meanwhile: bool
+) -> None:
+    """Windows refuses to replace a library that is loaded."""
+
+    def refuse(made: str, library: Path) -> None:
+        if made_meanwhile:
+            library.touch()
+        raise PermissionError(13, "Access is denied")
+
+    monkeypatch.setattr(build_module, "_run", lambda commands: None)
+    monkeypatch.setattr(build_module.os, "replace", refuse)
+    if made_meanwhile:
+        assert build().exists()
+    else:
+        with pytest.raises(KernelBuildError, match="PAGED_BACKEND_CACHE"):
+            build()
+
+
 def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PAGED_BACKEND_CACHE", str(tmp_path / "file" / "cache"))

@@ -94,6 +94,15 @@ def test_the_first_ctrl_c_says_what_it_waits_for_and_the_second_ends_without_a_t
     assert "CancelledError" not in log()
 
 
+def test_where_reuse_would_share_a_port_with_others_it_is_not_asked_for(monkeypatch):
+    """As on Windows, which has an option to be alone; another that can be read back stands for it here."""
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_KEEPALIVE, raising=False)
+    (made,) = listen("127.0.0.1", 0)
+    with made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not made.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+
+
 def test_a_listening_socket_is_one_that_no_other_process_gets_and_that_answers_without_delay():
     (taken,) = listen("127.0.0.1", 0)
     with taken:

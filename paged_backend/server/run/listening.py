@@ -29,7 +29,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
             # asyncio sets TCP_NODELAY only on connections of sockets that name their protocol
             made = socket.socket(family, kind, protocol)
             sockets.append(made)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # on Windows "reuse" would share a port that another process listens on
+            exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", None)
+            made.setsockopt(socket.SOL_SOCKET, exclusive or socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             made.bind((address[0], port, *address[2:]))
