@@ -12,10 +12,9 @@ PROMPT = "the quick brown fox jumps"
 @pytest.fixture(scope="module")
 def reference(tiny_model):
     """Log-probabilities of the next token at each position, from transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
 
     def logprobs(ids: list[int]):
         with torch.inference_mode():
