@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 from pathlib import Path
 
 import arm_emulator
@@ -36,11 +34,7 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 _BUILDS = _builds()
 _OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
 _WEIGHT_TESTS = ("test_cpu_linear.py", "test_cpu_blocks.py", "test_matmul_precision.py")
-_EMULATED = (
-    ["arm"]
-    if "native" in _BUILDS and importlib.util.find_spec("unicorn") and shutil.which(arm_emulator.COMPILER)
-    else []
-)
+_EMULATED = ["arm"] if "native" in _BUILDS and arm_emulator.available() else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
@@ -66,7 +60,8 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param not in _EMULATED:
         return OnTensors(CpuKernels(1, build(_BUILDS[request.param])))
     kernels = CpuKernels(1)
-    kernels._lib = arm_emulator.EmulatedLibrary(tmp_path_factory.mktemp(request.param))  # type: ignore[assignment]
+    library = arm_emulator.compile_for_arm(tmp_path_factory.mktemp(request.param))
+    kernels._lib = arm_emulator.EmulatedLibrary(library)  # type: ignore[assignment]
     return OnTensors(kernels)
 
 
