@@ -55,7 +55,7 @@ class ReferenceKernels(Kernels):
 
     def _pack(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> ReferenceLinear:
         if dtype in ("int8", "int4"):
-            raise ValueError(f"{dtype} weights need the C kernels; the reference kernels have none")
+            raise ValueError("int8 and int4 weights need the C kernels; the reference kernels have none")
         if dtype not in _STORAGE:
             raise ValueError(f"dtype must be one of {', '.join(_STORAGE)}, got {dtype!r}")
         # this copies even a single matrix: a view of a memory-mapped file would die with the file

@@ -70,11 +70,14 @@ def _write_folder(source: Path, dtype: str, path: Path) -> None:
     from safetensors.torch import save_file
 
     from paged_backend.checkpoints.loading import load_checkpoint
+    from paged_backend.kernels.tensor import as_tensor
+    from paged_backend.kernels.weights import to_dense
 
     checkpoint = load_checkpoint(source)
     wanted = getattr(torch, dtype)
     path.mkdir()
-    tensors = {name: read().to(wanted).contiguous().clone() for name, read in checkpoint.tensors.items()}
+    dense = {name: as_tensor(to_dense(read())) for name, read in checkpoint.tensors.items()}
+    tensors = {name: tensor.to(wanted).contiguous().clone() for name, tensor in dense.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {**checkpoint.config, "torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

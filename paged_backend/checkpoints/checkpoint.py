@@ -27,6 +27,8 @@ class Checkpoint:
     path: the folder or file the model came from, for messages and as registry key.
     integers: what else the file has: tensor name -> (dtype as the file calls it, function that reads it). Buffers such
         as masks and positions, or weights in a form that has no reader here.
+    drop_pages: gives back the memory that reading tensors has taken, unless somebody has written to them; they may be
+        read again.
     tokenizer_source: what ``AutoTokenizer.from_pretrained`` takes: a folder or file path, or a hub id.
     """
 
@@ -37,3 +39,4 @@ class Checkpoint:
     path: Path
     tokenizer_source: str
     integers: Mapping[str, tuple[str, TensorSource]] = field(default_factory=dict)
+    drop_pages: Callable[[], None] = lambda: None

@@ -19,6 +19,7 @@ import numpy as np
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.gguf_config import build_config, build_generation_config
 from paged_backend.checkpoints.gguf_metadata import GGUFFile, TensorInfo, demo_path, open_parts
+from paged_backend.checkpoints.mapped_file import drop_pages
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.array import BFLOAT16, float32
 from paged_backend.kernels.weights import GGMLBlocks, Weight
@@ -161,6 +162,7 @@ def load_gguf(path: str | Path) -> Checkpoint:
         shapes=tensors.shapes(),
         generation_config=generation_config,
         path=path,
+        drop_pages=partial(drop_pages, [file.mapped for file in files]),
         tokenizer_source=str(path),
     )
 

@@ -93,7 +93,7 @@ class GGUFFile:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._buffer = _map(self.path)
+        self.mapped = _map(self.path)
         self._where = "the header"
         try:
             self._parse()
@@ -106,7 +106,7 @@ class GGUFFile:
         return ModelLoadError(f"{self.path}: {problem}")
 
     def _parse(self) -> None:
-        buffer = self._buffer
+        buffer = self.mapped
         if buffer[:4] != b"GGUF":
             raise self._error(f"not a GGUF file (it starts with {buffer[:4]!r} instead of b'GGUF')")
         version = _U32(buffer, 4)[0]
@@ -128,19 +128,19 @@ class GGUFFile:
 
     def _string(self, position: int) -> tuple[str, int]:
         begin = position + 8
-        end = begin + _U64(self._buffer, position)[0]
+        end = begin + _U64(self.mapped, position)[0]
         self._within(end)
-        return self._buffer[begin:end].decode("utf-8", "replace"), end
+        return self.mapped[begin:end].decode("utf-8", "replace"), end
 
     def _within(self, end: int) -> None:
-        if end > len(self._buffer):
+        if end > len(self.mapped):
             raise IndexError(end)
 
     def _value(self, key: str, kind: int, position: int) -> tuple[Any, int]:
         if kind == _STRING:
             return self._string(position)
         if kind == _ARRAY:
-            item, count = _U32(self._buffer, position)[0], _U64(self._buffer, position + 4)[0]
+            item, count = _U32(self.mapped, position)[0], _U64(self.mapped, position + 4)[0]
             return self._array(key, item, count, position + 12)
         numbers, position = self._numbers(key, kind, 1, position)
         # 1e-05 was written as a single: give back the number that was meant, not its nearest double
@@ -150,7 +150,7 @@ class GGUFFile:
     def _array(self, key: str, kind: int, count: int, position: int) -> tuple[Any, int]:
         if kind != _STRING:
             return self._numbers(key, kind, count, position)
-        buffer, start, read = self._buffer, position, _U64
+        buffer, start, read = self.mapped, position, _U64
         if count > (len(buffer) - position) // 8:
             raise IndexError(count)
         for _ in range(count):
@@ -164,10 +164,10 @@ class GGUFFile:
         dtype = np.dtype(_SCALARS[kind])
         end = position + count * dtype.itemsize
         self._within(end)
-        return np.frombuffer(self._buffer[position:end], dtype), end
+        return np.frombuffer(self.mapped[position:end], dtype), end
 
     def _directory(self, position: int, count: int) -> int:
-        buffer = self._buffer
+        buffer = self.mapped
         for index in range(count):
             self._where = f"entry {index} of the tensor directory"
             name, position = self._string(position)
@@ -198,7 +198,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"general.alignment must be a power of two, got {alignment!r}")
         start = -(-position // alignment) * alignment
-        size = len(self._buffer)
+        size = len(self.mapped)
         for name, info in self.tensors.items():
             if info.offset % alignment:
                 raise self._error(f"tensor {name!r} lies at {info.offset}, not a multiple of {alignment}")
@@ -214,7 +214,7 @@ class GGUFFile:
         """The bytes of a tensor: uint8 [nbytes], a view of the mapped file (private: writes never reach the
         disk)."""
         info = self.tensors[name]
-        return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.offset)
+        return np.frombuffer(self.mapped, np.uint8, info.nbytes, info.offset)
 
 
 def _map(path: Path) -> mmap.mmap:

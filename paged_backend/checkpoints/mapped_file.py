@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,3 +19,13 @@ def map_file(path: Path) -> mmap.mmap:
         except OSError:
             # a system that counts private mappings refuses one larger than its memory
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def drop_pages(mapped: Iterable[mmap.mmap]) -> None:
+    """Give back the memory of mappings that nobody has written to; what is looked at again is read again.
+
+    Pages that were read once to be packed would count as memory of this process for as long as the file is mapped.
+    """
+    if sys.platform.startswith("linux"):  # elsewhere this is advice that may be forgotten, or unknown
+        for file in mapped:
+            file.madvise(mmap.MADV_DONTNEED)

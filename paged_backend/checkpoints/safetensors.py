@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
-from paged_backend.checkpoints.mapped_file import map_file
+from paged_backend.checkpoints.mapped_file import drop_pages, map_file
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.array import BFLOAT16, Array
 
@@ -35,8 +35,9 @@ def load_folder(path: Path) -> Checkpoint:
     sources: dict[str, TensorSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     integers: dict[str, tuple[str, TensorSource]] = {}
-    for shard, names in _shards(path).items():
-        _map_shard(path / shard, names, sources, shapes, integers)
+    mapped = [
+        _map_shard(path / shard, names, sources, shapes, integers) for shard, names in _shards(path).items()
+    ]
     return Checkpoint(
         config=config,
         tensors=sources,
@@ -45,6 +46,7 @@ def load_folder(path: Path) -> Checkpoint:
         path=path,
         tokenizer_source=str(path),
         integers=integers,
+        drop_pages=partial(drop_pages, mapped),
     )
 
 
@@ -93,8 +95,8 @@ def _map_shard(
     sources: dict[str, TensorSource],
     shapes: dict[str, tuple[int, ...]],
     integers: dict[str, tuple[str, TensorSource]],
-) -> None:
-    """Add the tensors of one memory-mapped file, those that are no floats to ``integers``; only its header is read."""
+) -> mmap.mmap:
+    """Add the tensors of one file, those that are no floats to ``integers``, and map it; only its header is read."""
     try:
         buffer = map_file(file)
         entries = _directory(buffer)
@@ -110,6 +112,7 @@ def _map_shard(
             sources[name], shapes[name] = partial(_read, buffer, entry), entry.shape
         else:
             integers[name] = entry.dtype, partial(_read, buffer, entry)
+    return buffer
 
 
 class _Entry(NamedTuple):

@@ -6,7 +6,7 @@ all-reduce after the latter two; no other operation here looks across heads or a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class Decoder:
 
     weights: tensor name -> reader, complete for ``spec`` (see tensors.py); nothing of it is kept.
     dtype: how linears are stored, see ``Kernels.pack_linear``. max_model_len: longest sequence that will be
-    served, None for the model's context; fixes the frequencies of length-dependent ropes (see rope.py).
+    served, None for the model's context; fixes the frequencies of length-dependent ropes (see rope.py). on_packed:
+    called whenever a large matrix or a layer has been read and packed.
     """
 
     def __init__(
@@ -50,15 +51,22 @@ class Decoder:
         kernels: Kernels,
         dtype: str = "auto",
         max_model_len: int | None = None,
+        on_packed: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self.kernels = kernels
         self.max_model_len = max_model_len or spec.max_position
         pack = _Packer(spec, weights, kernels, dtype)
-        self.layers = [pack.layer(i) for i in range(spec.num_layers)]
+        # the largest first, while there is least beside what they are read from
         self.embed_tokens = pack.table("model.embed_tokens.weight")
-        self.norm = pack.norm("model.norm.weight")
+        on_packed()
         self.lm_head = self.embed_tokens if spec.tied else pack.table("lm_head.weight")
+        on_packed()
+        self.layers: list[_Layer] = []
+        for i in range(spec.num_layers):
+            self.layers.append(pack.layer(i))
+            on_packed()
+        self.norm = pack.norm("model.norm.weight")
         self.ropes = [RotaryEmbedding(rope, self.max_model_len) for rope in spec.rope_specs]
         if not kernels.uses_numpy:
             for rope in self.ropes:

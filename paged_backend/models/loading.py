@@ -62,7 +62,8 @@ def build_model(
         return _through_transformers(config, kernels, checkpoint, refusal)
     spec, weights = fit(checkpoint, spec)
     max_model_len = _context(config, spec, checkpoint)
-    decoder = Decoder(spec, weights, kernels, config.quantization or config.dtype, max_model_len)
+    stored = config.quantization or config.dtype
+    decoder = Decoder(spec, weights, kernels, stored, max_model_len, checkpoint.drop_pages)
     return _loaded(config, decoder, checkpoint, max_model_len)
 
 

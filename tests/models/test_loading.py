@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from paged_backend.checkpoints.gguf import demo_path
 from paged_backend.checkpoints.loading import load_checkpoint
 from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.config import EngineConfig
@@ -145,7 +149,7 @@ def test_scaled_ropes_allow_a_longer_context_on_request(folder):
 
 def test_quantization_the_kernels_lack_is_refused(folder):
     for kind in ("int8", "int4"):
-        with pytest.raises(ValueError, match=f"{kind} weights need the C kernels"):
+        with pytest.raises(ValueError, match="int8 and int4 weights need the C kernels"):
             load(folder, quantization=kind)
 
 
@@ -446,3 +450,40 @@ def test_a_downloaded_hub_model_is_loaded_from_its_folder(folder, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(folder))
     assert load("org/name").tokenizer_source == str(folder)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are dropped on Linux only")
+@pytest.mark.parametrize("made", ["safetensors", "gguf"])
+def test_a_file_takes_no_memory_once_its_weights_are_packed(made: str, tmp_path: Path) -> None:
+    """Else a model would be in memory twice: as it is computed with, and as pages of its file."""
+    code = (
+        "import sys\n"
+        "from paged_backend.config import EngineConfig\n"
+        "from paged_backend.kernels.cpu.backend import CpuKernels\n"
+        "from paged_backend.models.loading import load_model\n"
+        "model = load_model(EngineConfig(sys.argv[1]), CpuKernels(1))\n"
+        "mapped = 0\n"
+        "for line in open('/proc/self/smaps'):\n"
+        "    if line.split()[-1].endswith(('.gguf', '.safetensors')):\n"
+        "        mapped = 1\n"
+        "    elif mapped and line.startswith('Rss:'):\n"
+        "        print(line.split()[1])\n"
+        "        mapped = 0\n"
+    )
+    if made == "gguf":
+        model = str(demo_path())
+    else:
+        config = hf.LlamaConfig(
+            vocab_size=300,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+        hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+        model = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
+    kilobytes = [int(line) for line in done.stdout.split()]
+    assert kilobytes
+    assert max(kilobytes) < 3000, "the file of the demo has 96,000, that of the other model 14,000"

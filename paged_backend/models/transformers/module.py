@@ -11,6 +11,7 @@ from torch import nn
 from paged_backend.checkpoints.checkpoint import Checkpoint
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.tensor import as_tensor
+from paged_backend.kernels.weights import to_dense
 from paged_backend.models.tensors import check_missing, tell_unused
 
 _DTYPES = {
@@ -35,7 +36,7 @@ def load_module(checkpoint: Checkpoint, dtype: str = "auto", config: Any = None)
     model_class = module_class(checkpoint)
     if config is None:
         config = model_class.config_class.from_dict(dict(checkpoint.config))
-    state = {name: as_tensor(read()) for name, read in checkpoint.tensors.items()}
+    state = {name: as_tensor(to_dense(read())) for name, read in checkpoint.tensors.items()}
     if checkpoint.integers:
         with torch.device("meta"):
             own = model_class(config).state_dict()
