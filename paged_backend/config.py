@@ -21,8 +21,9 @@ class EngineConfig:
     kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain numpy) or ``triton`` (which ``auto``
         is on a GPU).
     quantization: None for the checkpoint's own precision.
-    matmul_precision: of activations multiplied with bfloat16 weights on a CPU with a matrix unit (AMX), in torch's
-        words: ``highest`` fp32, ``high`` 16 bits, ``medium`` bfloat16, each faster than the one before. Other CPUs
+    matmul_precision: of activations, in torch's words, each faster than the one before. With bfloat16 weights on a
+        CPU with a matrix unit (AMX): ``highest`` fp32, ``high`` 16 bits, ``medium`` bfloat16. With the blocks of
+        GGUF files: 16 bits and a scale per 256; ``medium`` on a CPU with VNNI 8 bits and a scale per 32. Other CPUs
         have nothing faster than ``highest`` and use it.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
         read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``auto``
@@ -80,14 +81,14 @@ class EngineConfig:
         _one_of("quantization", self.quantization, (None, "int8", "int4"))
         _one_of("matmul_precision", self.matmul_precision, ("highest", "high", "medium"))
         if self.matmul_precision != "highest" and (
-            self.dtype != "bfloat16"
+            self.dtype not in ("auto", "bfloat16")
             or self.quantization
             or self.through_triton
             or self.kernels == "reference"
         ):
             raise ValueError(
-                f"matmul_precision={self.matmul_precision!r} is about products with bfloat16 weights in the C kernels: "
-                "set dtype='bfloat16', and leave quantization, kernels and device alone"
+                f"matmul_precision={self.matmul_precision!r} is about products with bfloat16 weights and GGUF blocks "
+                "in the C kernels: leave dtype at 'auto' or 'bfloat16', and quantization, kernels and device alone"
             )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16"))
         for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads", "max_num_batched_tokens"):

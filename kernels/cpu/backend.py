@@ -99,10 +99,10 @@ class AttentionPlan:
 class CpuKernels(Kernels):
     """C kernels for this machine's instruction set.
 
-    threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations that are multiplied
-    with bf16 weights on a matrix unit (AMX), in torch's words: ``highest`` is fp32 (three bf16 numbers for each),
-    ``high`` 16 bits (two), ``medium`` bf16. Those multiplied with GGML's blocks have 16 bits with a scale per 256,
-    and 8 with ``medium`` where bytes can be multiplied (VNNI). What is computed elsewhere is as precise as ``highest``.
+    threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations, in torch's words.
+    Those multiplied with bf16 weights on a matrix unit (AMX): ``highest`` is fp32 (three bf16 numbers for each),
+    ``high`` 16 bits (two), ``medium`` bf16. Those multiplied with GGML's blocks: 16 bits and a scale per 256, with
+    ``medium`` 8 and a scale per 32 where bytes can be multiplied (VNNI). Elsewhere all is as precise as ``highest``.
     """
 
     name = "c"

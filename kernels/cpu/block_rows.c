@@ -51,19 +51,19 @@ static void put_numbers(char *out, const int32_t *number, int64_t count, int mod
 
 static void prepare_row(const void *context, int64_t row) {
     const rows_job *job = context;
-    const int64_t k = job->k, run = scaled_k(job->format->codes);
-    const float *x = job->x + row * k;
+    const int64_t k = job->k, run = scaled_k(job->format->codes), step = scale_k(job->mode);
+    const float *x = job->x + row * k, largest = job->mode == ONE_BYTE ? LARGEST_BYTE : LARGEST;
     char *out = job->rows.numbers + row * job->rows.stride;
     int32_t *sums = job->rows.sums + row * job->rows.runs, number[BLOCK];
-    for (int64_t block = 0; block < job->rows.blocks; block++) {
-        int64_t count = k - block * BLOCK < BLOCK ? k - block * BLOCK : BLOCK;
-        float largest = job->mode == ONE_BYTE ? LARGEST_BYTE : LARGEST;
-        job->rows.scales[row * job->rows.blocks + block] = to_integers(x, count, largest, number);
+    for (int64_t i = 0; i < job->rows.scaled; i++) {
+        int64_t count = k - i * step < step ? k - i * step : step;
+        float scale = to_integers(x, count, largest, number);
+        job->rows.scales[row * job->rows.scaled + i] = scale;
         put_numbers(out, number, count, job->mode);
-        for (int64_t i = 0; i < count; i += run, sums++) {
+        for (int64_t from = 0; from < count; from += run, sums++) {
             int32_t sum = 0;
-            for (int64_t j = 0; j < run; j++) sum += number[i + j];
-            float as_float = (float)sum;
+            for (int64_t j = 0; j < run; j++) sum += number[from + j];
+            float as_float = (float)sum * (job->mode == ONE_BYTE ? scale : 1.0f);
             *sums = -job->format->offset * sum;
             if (has_minima(job->format)) memcpy(sums, &as_float, 4);
         }
@@ -75,8 +75,8 @@ block_rows pb_block_rows(const linear_job *linear, const block_format *format, i
     const int64_t m = linear->m, k = linear->k;
     rows_job job = {linear->x, format, {.stride = k / 4 * bytes_of_four(mode)}, k, mode};
     job.rows.runs = k / scaled_k(format->codes);
-    job.rows.blocks = ceil_div(k, BLOCK);
-    job.rows.numbers = pb_thread_memory(CALLER_MEMORY, m * (job.rows.stride + 4 * job.rows.runs + 4 * job.rows.blocks));
+    job.rows.scaled = ceil_div(k, scale_k(mode));
+    job.rows.numbers = pb_thread_memory(CALLER_MEMORY, m * (job.rows.stride + 4 * job.rows.runs + 4 * job.rows.scaled));
     job.rows.sums = (int32_t *)(job.rows.numbers + m * job.rows.stride);
     job.rows.scales = (float *)(job.rows.sums + m * job.rows.runs);
     pb_parallel(prepare_row, &job, m, m * k < 1 << 16 ? 1 : linear->threads);

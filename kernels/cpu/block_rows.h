@@ -5,19 +5,20 @@
 #include "blocks.h"
 
 /* How the numbers of four consecutive k lie. PAIRS: 16 bits, the first, the third, the second, the fourth, as
- * code_pairs() has codes. BYTES: the low bytes of all, then the high ones; a number is high * 256 + low, both signed.
- * ONE_BYTE: 8 bits. */
+ * code_pairs() has codes, with a scale for each BLOCK. BYTES: the low bytes of all, then the high ones; a number is high *
+ * 256 + low, both signed. ONE_BYTE: 8 bits, with a scale for each GROUP, of which the float sums of runs are multiples. */
 enum { PAIRS, BYTES, ONE_BYTE, MODES };
 
-/* M rows of k: a scale of each BLOCK; per run of k with one weight scale the sum of the numbers, as a float where the
- * format has minima, else times the negative offset as an integer, with which the sum of products begins. */
+/* M rows of k. Per run of k with one weight scale the sum of the numbers, as a float where the format has minima, else
+ * times the negative offset as an integer, with which the sum of products begins. */
 typedef struct {
     char *numbers;
     int32_t *sums;
     float *scales;
-    int64_t stride, runs, blocks; /* of a row: bytes of numbers, runs, BLOCKs */
+    int64_t stride, runs, scaled; /* of a row: bytes of numbers, runs, scales */
 } block_rows;
 
+INLINE int scale_k(int mode) { return mode == ONE_BYTE ? GROUP_K : BLOCK; }
 INLINE int bytes_of_four(int mode) { return mode == ONE_BYTE ? 4 : 8; }
 
 /* The rows of x [M, K] in memory of the calling thread. */
@@ -27,7 +28,7 @@ block_rows pb_block_rows(const linear_job *linear, const block_format *format, i
 INLINE block_rows rows_from(const block_rows *x, const block_format *format, int mode, int64_t row, int64_t block) {
     return (block_rows){x->numbers + row * x->stride + block * BLOCK / 4 * bytes_of_four(mode),
                         x->sums + row * x->runs + block * BLOCK / scaled_k(format->codes),
-                        x->scales + row * x->blocks + block, x->stride, x->runs, x->blocks};
+                        x->scales + row * x->scaled + block * BLOCK / scale_k(mode), x->stride, x->runs, x->scaled};
 }
 
 #endif

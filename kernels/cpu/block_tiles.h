@@ -2,7 +2,8 @@
  *
  * Of each run of k with one weight scale, the sum of the products with codes is exact in 32 bits; as float it is
  * multiplied with the scale and added to the block's sum, with the minimum times the numbers' sum after it, and the
- * block's sum times the activations' scale to the output's. Every tile does the same, so a row has the same bits in each.
+ * block's sum times the activations' scale to the output's. Numbers of 8 bits have scales of their own in a block, with
+ * which a run's products are multiplied first. Every tile does the same, so a row has the same bits in each.
  */
 #ifndef PB_BLOCK_TILES_H
 #define PB_BLOCK_TILES_H
@@ -22,17 +23,20 @@ INLINE vi start_of(const block_rows *x, int row, int64_t run, int minima) {
 }
 
 /* A run's products with column v, added to the sum of its block. */
-INLINE vf add_run(vf sum, vi products, const block_rows *x, int row, int64_t run, const float *scales,
-                  const float *minima, int v) {
-    sum = vfma(__builtin_convertvector(products, vf), vload(scales + run * LANES + v * W), sum);
+INLINE vf add_run(vf sum, vi products, const block_rows *x, int row, int64_t run, int run_k, const float *scales,
+                  const float *minima, int v, int mode) {
+    vf all = __builtin_convertvector(products, vf);
+    if (mode == ONE_BYTE) all = all * vset1(x->scales[row * x->scaled + run * run_k / GROUP_K]);
+    sum = vfma(all, vload(scales + run * LANES + v * W), sum);
     if (!minima) return sum;
     float of_row;
     memcpy(&of_row, x->sums + row * x->runs + run, 4);
     return vfma(vset1(of_row), vload(minima + run * LANES + v * W), sum);
 }
 
-INLINE void add_block(float *total, vf sum, const block_rows *x, int row) {
-    vstore(total, vfma(sum, vset1(x->scales[row * x->blocks]), vload(total)));
+INLINE void add_block(float *total, vf sum, const block_rows *x, int row, int mode) {
+    vf before = vload(total);
+    vstore(total, mode == ONE_BYTE ? before + sum : vfma(sum, vset1(x->scales[row * x->scaled]), before));
 }
 
 /* Four bytes at p in every lane. */
@@ -108,18 +112,18 @@ INLINE void few_tile(const block_rows *x, const char *codes, int64_t ahead, int6
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
                     for (int v = 0; v < TILE_COLUMNS; v++)
-                        sums[r][v] = add_run(sums[r][v], end_few(&products[r][v], chains, mode), x, r, run, scales,
-                                             minima, first + v);
+                        sums[r][v] = add_run(sums[r][v], end_few(&products[r][v], chains, mode), x, r, run,
+                                             run_quads * 4, scales, minima, first + v, mode);
             }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r);
+            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
     }
 }
 
 /* The same with codes that were widened: of each quad two lines of pairs, or one of bytes. */
-INLINE void wide_tile(const block_rows *x, const char *wide, int64_t runs, int64_t run_k, const float *scales,
+INLINE void wide_tile(const block_rows *x, const char *wide, int64_t runs, int run_k, const float *scales,
                       const float *minima, float *totals, int rows, int mode) {
     const int lines = mode == ONE_BYTE ? 1 : 2;
     for (int first = 0; first < COLUMNS; first += TILE_COLUMNS) {
@@ -150,12 +154,12 @@ INLINE void wide_tile(const block_rows *x, const char *wide, int64_t runs, int64
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
                 for (int v = 0; v < TILE_COLUMNS; v++)
-                    sums[r][v] = add_run(sums[r][v], products[r][v], x, r, run, scales, minima, first + v);
+                    sums[r][v] = add_run(sums[r][v], products[r][v], x, r, run, run_k, scales, minima, first + v, mode);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r);
+            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
     }
 }
 
@@ -177,7 +181,7 @@ INLINE void widen_codes(char *wide, const char *codes, int64_t groups, vi table,
  * codes. */
 typedef void few_function(const block_rows *, const char *, int64_t, int64_t, vi, const float *, const float *, float *);
 typedef void widen_function(char *, const char *, int64_t, vi);
-typedef void wide_function(const block_rows *, const char *, int64_t, int64_t, const float *, const float *, float *);
+typedef void wide_function(const block_rows *, const char *, int64_t, int, const float *, const float *, float *);
 #define EACH_KIND(X, mode) \
     X(CODES_2, mode) X(CODES_3, mode) X(CODES_4, mode) X(CODES_TABLE, mode) X(CODES_5, mode) X(CODES_6, mode) \
     X(CODES_8, mode)
@@ -194,7 +198,7 @@ typedef void wide_function(const block_rows *, const char *, int64_t, int64_t, c
     }
 #define WIDEN_ENTRY(kind, mode) widen_##kind##_##mode,
 #define WIDE_TILE(mode, rows) \
-    static void wide_##mode##_##rows(const block_rows *x, const char *wide, int64_t runs, int64_t run_k, \
+    static void wide_##mode##_##rows(const block_rows *x, const char *wide, int64_t runs, int run_k, \
                                      const float *scales, const float *minima, float *totals) { \
         wide_tile(x, wide, runs, run_k, scales, minima, totals, rows, mode); \
     }

@@ -1,6 +1,6 @@
 /* Linear layers on weights in GGML's block formats, which stay as they are: codes are multiplied, not what they stand for.
  *
- * Activations have 16 bits and one scale per BLOCK of a row, or 8 bits where bytes can be multiplied. What an output's sum
+ * Activations have 16 bits and one scale per BLOCK of a row, or 8 bits and one per GROUP where bytes can be multiplied. What an output's sum
  * is made of is the same in all tiles (block_tiles.h), so a row's result depends on nothing but the row. A few rows take
  * codes apart in registers; for more, a block of a panel is widened in the cache, where all of them use it.
  */
@@ -39,7 +39,8 @@ INLINE void fetch_part(const char *next, int64_t bytes, int64_t part, int64_t pa
 static void many_rows(const blocks_job *job, wide_block *wide, const char *w, int64_t step, int64_t panels,
                       int64_t block, int64_t groups, int64_t first, int64_t rows, float *totals) {
     const block_format *f = job->format;
-    const int64_t run_k = scaled_k(f->codes), tiles = ceil_div(rows, TILE_ROWS), bytes = block_bytes(f, groups);
+    const int64_t tiles = ceil_div(rows, TILE_ROWS), bytes = block_bytes(f, groups);
+    const int run_k = scaled_k(f->codes);
     const vi table = load_table(f->table);
     for (int64_t p = 0; p < panels; p++) {
         const char *from = w + p * step;
@@ -96,7 +97,7 @@ static void blocks_item(const void *context, int64_t item) {
     _Alignas(64) float totals[MOST_PANELS * ROW_BLOCK * LANES];
     wide_block *wide = job->few ? NULL : pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide);
     memset(totals, 0, sizeof(float) * (size_t)(panels * rows * LANES));
-    for (int64_t block = 0; block < job->rows.blocks; block++) {
+    for (int64_t block = 0; block * BLOCK < l->k; block++) {
         int64_t rest = (l->k - block * BLOCK) / GROUP_K, groups = rest < BLOCK_GROUPS ? rest : BLOCK_GROUPS;
         if (job->few) few_rows(job, w, block, groups, totals);
         else many_rows(job, wide, w, step, panels, block, groups, first, rows, totals);

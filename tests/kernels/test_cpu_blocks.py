@@ -100,9 +100,10 @@ def test_products_are_those_of_the_format_s_values(kernels: OnTensors, name: str
             x[m // 2] = 0
             x[:, k // 2] *= 50
             expected = x.astype(np.float64) @ weight.T + bias
-            # each activation is off by at most half a step of its block of 256
-            most = np.repeat(np.maximum.reduceat(abs(x), range(0, k, 256), axis=1), 256, axis=1)[:, :k]
-            step = most / {16: 32639, 8: 127}[bits]
+            # each activation is off by at most half a step of those that share its scale
+            shared, largest = {16: (256, 32639), 8: (32, 127)}[bits]
+            most = np.maximum.reduceat(abs(x), range(0, k, shared), axis=1)
+            step = np.repeat(most, shared, axis=1)[:, :k] / largest
             bound = step * 0.51 @ abs(weight).T + 2e-6 * (abs(x) @ abs(weight).T + abs(bias)) + 1e-30
             assert (abs(packed.linear(x, bits) - expected) <= bound).all(), (n, k, m)
 

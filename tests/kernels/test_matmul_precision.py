@@ -77,14 +77,14 @@ def test_infinities_and_nans_stay(precise: tuple[OnTensors, int]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"dtype": "float32"},
+        {"quantization": "int8"},
         {"dtype": "bfloat16", "quantization": "int8"},
         {"dtype": "bfloat16", "kernels": "reference"},
     ],
 )
 def test_where_it_could_do_nothing_it_is_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="set dtype='bfloat16'"):
+    with pytest.raises(ValueError, match="leave dtype at 'auto' or 'bfloat16'"):
         EngineConfig("m", matmul_precision="medium", **options)
 
 
