@@ -43,13 +43,13 @@ static int has_all(uint32_t bits, const int *wanted) {
 }
 
 EXPORT int64_t pb_instruction_sets(void) {
-    enum { FMA = 12, XSAVE = 27, AVX = 28 };                                          /* leaf 1, ecx */
+    enum { FMA = 12, XSAVE = 27, AVX = 28, F16C = 29 };                               /* leaf 1, ecx */
     enum { AVX2 = 5, F = 16, DQ = 17, BW = 30, VL = 31 };                             /* leaf 7, ebx */
     enum { VBMI = 1, VNNI = 11 };                                                     /* leaf 7, ecx */
     enum { AMX_BF16 = 22, AMX_TILE = 24, AMX_INT8 = 25 };                             /* leaf 7, edx */
     enum { AVX_VNNI = 4 };                                                            /* leaf 7.1, eax */
     uint32_t a, b, c, d, b7, c7, d7, a71 = 0, leaves;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !HAS(c, FMA, XSAVE, AVX)) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !HAS(c, FMA, XSAVE, AVX, F16C)) return 0;
     uint64_t saved = saved_state();
     if ((saved & VECTORS) != VECTORS || !__get_cpuid_count(7, 0, &leaves, &b7, &c7, &d7) || !HAS(b7, AVX2)) return 0;
     if (leaves) __get_cpuid_count(7, 1, &a71, &b, &c, &d);

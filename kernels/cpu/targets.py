@@ -8,7 +8,7 @@ import platform
 from paged_backend.errors import BackendUnavailableError
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-_AVX2 = ("-mavx2", "-mfma")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_VNNI = (*_AVX512, "-mavx512vnni")
 

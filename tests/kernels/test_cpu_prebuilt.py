@@ -103,11 +103,11 @@ def test_every_target_but_the_machines_own_has_a_place_in_the_order() -> None:
 
 
 _FLAGS = {
-    "avx2": "avx2 fma",
-    "avx2-vnni": "avx2 fma avx_vnni",
-    "avx512": "avx2 fma avx512f avx512bw avx512vl avx512dq",
-    "avx512-vnni": "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_vnni",
-    "amx": "avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi amx_tile amx_bf16 amx_int8",
+    "avx2": "avx2 fma f16c",
+    "avx2-vnni": "avx2 fma f16c avx_vnni",
+    "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
+    "avx512-vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
+    "amx": "f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi amx_tile amx_bf16 amx_int8",
     "portable": "",
 }
 
