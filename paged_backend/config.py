@@ -21,10 +21,10 @@ class EngineConfig:
     kernels: ``auto``, ``c`` (fails if they cannot be built), ``reference`` (plain numpy) or ``triton`` (which ``auto``
         is on a GPU).
     quantization: None for the checkpoint's own precision.
-    matmul_precision: of activations, in torch's words, each faster than the one before. With bfloat16 weights on a
-        CPU with a matrix unit (AMX): ``highest`` fp32, ``high`` 16 bits, ``medium`` bfloat16. With the blocks of
-        GGUF files: 16 bits and a scale per 256; ``medium`` on a CPU with VNNI 8 bits and a scale per 32. Other CPUs
-        have nothing faster than ``highest`` and use it.
+    matmul_precision: of activations on a CPU, in torch's words. Multiplied with bfloat16 weights: ``highest`` fp32,
+        ``high`` 16 bits, ``medium`` bfloat16, each faster than the one before on a matrix unit (AMX); vector units with
+        bfloat16 (AVX-512 BF16) are faster with ``medium``. Multiplied with blocks of a GGUF file: 16 bits, ``medium``
+        8 bits in groups where bytes can be multiplied (VNNI). What a CPU has nothing faster for is as ``highest``.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
         read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``auto``
         is float32, but bfloat16 with ``quantization``, which is less precise than that already; on a GPU it is what

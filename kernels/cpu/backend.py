@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_linear_blocks": (None, (_P,) * 4 + (_I,) * 6),
     "pb_embedding_blocks": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_usable": (_I, ()),
+    "pb_bf16_products": (_I, ()),
     "pb_bf16_exact": (_I, (_P, _I)),
     "pb_embedding": (_I, (_P,) * 3 + (_I,) * 4),
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
@@ -99,10 +100,11 @@ class AttentionPlan:
 class CpuKernels(Kernels):
     """C kernels for this machine's instruction set.
 
-    threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations, in torch's words.
-    Those multiplied with bf16 weights on a matrix unit (AMX): ``highest`` is fp32 (three bf16 numbers for each),
-    ``high`` 16 bits (two), ``medium`` bf16. Those multiplied with GGML's blocks: 16 bits and a scale per 256, with
-    ``medium`` 8 and a scale per 32 where bytes can be multiplied (VNNI). Elsewhere all is as precise as ``highest``.
+    threads: None takes ``default_threads``; never more than cores. matmul_precision: of activations that are multiplied
+    with bf16 weights, in torch's words: on a matrix unit (AMX) ``highest`` is fp32 (three bf16 numbers for each),
+    ``high`` 16 bits (two), ``medium`` bf16, which vector units may have as well (AVX-512 BF16). Those multiplied with
+    GGML's blocks: 16 bits and a scale per 256, with ``medium`` 8 and a scale per 32 where bytes can be multiplied
+    (VNNI). Elsewhere all is as precise as ``highest``.
     """
 
     name = "c"

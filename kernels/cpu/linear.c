@@ -6,8 +6,7 @@
 
 enum { SMALL_WORK = 100 * 1000 }; /* multiply-adds below which one thread is faster than two */
 
-/* parts: bf16 numbers that stand for an activation where bf16 weights are multiplied on the matrix unit; three
- * are exact. */
+/* parts: bf16 numbers that stand for an activation where bf16 weights are multiplied by bf16; three are exact. */
 EXPORT void pb_linear(const float *x, const void *weights, const float *bias, float *out, int64_t m, int64_t n,
                       int64_t k, int64_t dtype, int64_t parts, int64_t threads) {
     linear_job job = {x, weights, bias, out, m, n, k, (int)threads};
@@ -22,9 +21,18 @@ EXPORT void pb_linear(const float *x, const void *weights, const float *bias, fl
         return;
     }
 #endif
+#if PB_BF16_DOT
+    if (dtype == DTYPE_BFLOAT16 && parts == 1) { /* two would take as long as fp32 */
+        pb_linear_bf16(&job);
+        return;
+    }
+#endif
     (void)parts; /* what multiplies fp32 numbers takes them whole */
     pb_linear_float(&job, dtype == DTYPE_BFLOAT16);
 }
+
+/* Whether an activation may be one bf16 number here (``parts``): some unit multiplies bf16 by bf16. */
+EXPORT int64_t pb_bf16_products(void) { return PB_AMX || PB_BF16_DOT; }
 
 /* Panels are padded to whole ones: the bias needs that many floats. */
 EXPORT int64_t pb_padded_outputs(int64_t n) { return panels_of(n) * NR; }

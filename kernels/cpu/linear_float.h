@@ -13,4 +13,13 @@ INLINE int64_t panel_bytes(int64_t k, int bf16) {
 
 void pb_linear_float(const linear_job *linear, int bf16);
 
+/* Vector units that multiply bf16 by bf16; the matrix unit does that better. */
+#if PB_AVX512 && defined(__AVX512BF16__) && !PB_AMX
+#define PB_BF16_DOT 1
+#else
+#define PB_BF16_DOT 0
+#endif
+
+void pb_linear_bf16(const linear_job *linear); /* with activations rounded to bf16 */
+
 #endif

@@ -47,7 +47,7 @@ EXPORT int64_t pb_instruction_sets(void) {
     enum { AVX2 = 5, F = 16, DQ = 17, BW = 30, VL = 31 };                             /* leaf 7, ebx */
     enum { VBMI = 1, VNNI = 11 };                                                     /* leaf 7, ecx */
     enum { AMX_BF16 = 22, AMX_TILE = 24, AMX_INT8 = 25 };                             /* leaf 7, edx */
-    enum { AVX_VNNI = 4 };                                                            /* leaf 7.1, eax */
+    enum { AVX_VNNI = 4, AVX512_BF16 = 5 };                                                           /* leaf 7.1, eax */
     uint32_t a, b, c, d, b7, c7, d7, a71 = 0, leaves;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !HAS(c, FMA, XSAVE, AVX, F16C)) return 0;
     uint64_t saved = saved_state();
@@ -62,6 +62,7 @@ EXPORT int64_t pb_instruction_sets(void) {
     found |= PB_HAS_AVX512;
     if (!HAS(c7, VNNI)) return found;
     found |= PB_HAS_AVX512_VNNI;
+    if (HAS(a71, AVX512_BF16)) found |= PB_HAS_AVX512_BF16;
     if ((saved & TILES) == TILES && HAS(c7, VBMI) && HAS(d7, AMX_BF16, AMX_TILE, AMX_INT8) && pb_tile_registers())
         found |= PB_HAS_AMX;
     return found;

@@ -11,6 +11,7 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
 
 NATIVE = ("-march=native",) if _X86 else ("-mcpu=native",)
 
@@ -23,15 +24,23 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "avx2-vnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512-vnni": _AVX512_VNNI,
+    "avx512-bf16": _AVX512_BF16,
     "amx": (*_AVX512_VNNI, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "portable": (),
 }
 """Flags of what ``PAGED_BACKEND_TARGET`` may name: the machine's own instruction set, or one of x86-64. On ARM all is
 portable."""
 
-_BITS = {"avx2": 1, "avx2-vnni": 2, "avx512": 4, "avx512-vnni": 8, "amx": 16}  # those of processor.h
+_BITS = {
+    "avx2": 1,
+    "avx2-vnni": 2,
+    "avx512": 4,
+    "avx512-vnni": 8,
+    "amx": 16,
+    "avx512-bf16": 32,
+}  # those of processor.h
 
-PREFERENCE = ("amx", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "portable")
+PREFERENCE = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "portable")
 """The fastest first."""
 
 

@@ -91,7 +91,8 @@ def runnable_by(portable: Path) -> list[str]:
         (1, ["avx2", "portable"]),
         (1 | 2, ["avx2-vnni", "avx2", "portable"]),
         (1 | 4, ["avx512", "avx2", "portable"]),
-        (1 | 2 | 4 | 8 | 16, list(PREFERENCE)),
+        (1 | 4 | 8 | 32, ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable"]),
+        (1 | 2 | 4 | 8 | 16 | 32, list(PREFERENCE)),
     ],
 )
 def test_the_fastest_runnable_target_comes_first(instruction_sets: int, targets: list[str]) -> None:
@@ -107,6 +108,7 @@ _FLAGS = {
     "avx2-vnni": "avx2 fma f16c avx_vnni",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq",
     "avx512-vnni": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni",
+    "avx512-bf16": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16",
     "amx": "f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi amx_tile amx_bf16 amx_int8",
     "portable": "",
 }

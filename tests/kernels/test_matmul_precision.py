@@ -50,12 +50,12 @@ def test_rows_do_not_depend_on_their_neighbours(precise: tuple[OnTensors, int]) 
         assert torch.equal(kernels.linear(x[rows], packed), whole[rows])
 
 
-def test_fewer_bits_are_used_just_where_there_is_a_matrix_unit(library: Path) -> None:
-    x, weight = torch.randn(20, 70), torch.randn(60, 70)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 20])
+def test_fewer_bits_are_used_just_where_bfloat16_is_multiplied(library: Path, rows: int) -> None:
+    x, weight = torch.randn(rows, 71), torch.randn(60, 71)
     highest, medium = (OnTensors(CpuKernels(1, library, name)) for name in ("highest", "medium"))
     packed = pack(highest, [weight], dtype="bfloat16")
-    padded = pack(highest, [torch.ones(48, 1)], dtype="bfloat16").nbytes()
-    if padded == 48 * 32 * 2:  # the matrix unit takes 32 inputs at a time, so its panels are padded to that
+    if highest._lib.pb_bf16_products():
         torch.testing.assert_close(
             medium.linear(x, packed), highest.linear(x.bfloat16().float(), packed), rtol=1e-5, atol=1e-5
         )
