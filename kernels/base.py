@@ -6,10 +6,7 @@ numpy arrays of float32 on the CPU, tensors on a GPU; ``to_device`` and ``to_hos
 row depends on its own input row only and is reduced in one fixed order, so that a token's result does not depend on
 what else is in the batch (on a GPU, Triton's backend keeps this for dense products only as far as cuBLAS does).
 
-KV cache of one layer: ``key`` [num_blocks, G, D, block_size] (a token is a column, so that scores of a block are
-computed from contiguous rows) and ``value`` [num_blocks, G, block_size, D]. Both are float32, or both bfloat16: half
-the memory and half the bytes that decode attention reads, keys and values rounded to nearest even when written. Math is
-float32 either way.
+How keys and values are kept between steps: see ``kv_cache``. Math is float32 whatever they are kept as.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.kernels.array import DTYPES, Array, float32
+from paged_backend.kernels.kv_cache import CacheSpec, LayerCache
 from paged_backend.kernels.pages import reserve
 from paged_backend.kernels.weights import Weight, is_weight, to_dense
 
@@ -44,18 +42,6 @@ class AttentionInputs:
     seq_lens: DeviceArray
     block_table: DeviceArray
     slot_mapping: DeviceArray
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """KV cache of one layer; see the module docstring for the layout."""
-
-    key: DeviceArray
-    value: DeviceArray
-
-    @property
-    def block_size(self) -> int:
-        return self.value.shape[2]
 
 
 class PackedLinear(ABC):
@@ -215,11 +201,16 @@ class Kernels(ABC):
         block_size: int,
         dtype: str = "float32",
     ) -> list[LayerCache]:
-        """KV cache of a model, of dtype ``float32`` or ``bfloat16``.
+        """KV cache of a model; see ``CacheSpec``. Nothing in it is initialised.
 
-        Memory is reserved only; the operating system commits a page when it is written.
+        On the CPU memory is reserved only; the operating system commits a page when it is written.
         """
-        keys = (num_blocks, num_kv_heads, head_dim, block_size)
-        values = (num_blocks, num_kv_heads, block_size, head_dim)
-        kept = DTYPES[dtype]
-        return [LayerCache(reserve(keys, kept), reserve(values, kept)) for _ in range(num_layers)]
+        parts = CacheSpec(num_layers, num_kv_heads, head_dim, block_size, dtype).parts
+        return [
+            LayerCache(*(self._empty((num_blocks, *part.shape), part.dtype) for part in parts))
+            for _ in range(num_layers)
+        ]
+
+    def _empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        """Memory for a part of a cache, by the name of its dtype."""
+        return reserve(shape, DTYPES[dtype])

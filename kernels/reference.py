@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_backend.kernels.array import Array, bfloat16, float32
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.base import AttentionInputs, Kernels, PackedLinear
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 from paged_backend.kernels.weights import Weight, to_dense
 
@@ -156,8 +157,8 @@ class ReferenceKernels(Kernels):
             return
         source, destination = (np.array(ids, np.int64) for ids in zip(*pairs))
         for cache in caches:
-            cache.key[destination] = cache.key[source]
-            cache.value[destination] = cache.value[source]
+            for part in cache.parts:
+                part[destination] = part[source]
 
 
 def _unpack(weight: PackedLinear) -> ReferenceLinear:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.tensor import as_array, as_tensor, tensor_dtype
 
 

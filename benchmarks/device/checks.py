@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.device.draws import draws, penalised
 from benchmarks.device.report import Report, one_line, still_works
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.tensor import as_array
 from paged_backend.kernels.triton.backend import TritonKernels
 

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from paged_backend.kernels.array import BFLOAT16, Array, address, float32
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.base import AttentionInputs, Kernels, PackedLinear
 from paged_backend.kernels.cpu import check
 from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.blocks import BlockLinear, JoinedLinear, format_of, pack_blocks
 from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.cpu.cores import default_threads, usable_cores
 from paged_backend.kernels.cpu.targets import WITHOUT_MATRIX_UNIT
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.weights import GGMLBlocks, Weight, rows
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -359,9 +360,8 @@ class CpuKernels(Kernels):
         if ids.ndim != 2 or ids.shape[1] != 2 or ids.min() < 0 or ids.max() >= fewest:
             raise IndexError(f"blocks to copy are (source, destination) below {fewest}, got {list(pairs)}")
         for layout in layouts:
-            size = layout.heads * layout.d * layout.size * (2 if layout.bf16 else 4)
-            for part in (layout.key, layout.value):
-                self._lib.pb_copy_blocks(part, ids.ctypes.data, len(ids), size)
+            for pointer, size in layout.parts:
+                self._lib.pb_copy_blocks(pointer, ids.ctypes.data, len(ids), size)
 
     def empty_cache(
         self,
@@ -373,7 +373,7 @@ class CpuKernels(Kernels):
         dtype: str = "float32",
     ) -> list[LayerCache]:
         caches = super().empty_cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype)
-        return [check.CheckedCache(c.key, c.value, check.cache_layout(c)) for c in caches]
+        return [check.CheckedCache(*cache.parts, layout=check.cache_layout(cache)) for cache in caches]
 
 
 def _own(weight: PackedLinear) -> CpuLinear | BlockLinear:

@@ -7,13 +7,14 @@ for a whole step (the plan) or for an engine's life (weights, caches) is looked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from paged_backend.kernels.array import BFLOAT16, Array, address, dtype_name
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.array import DTYPES, Array, address, dtype_name
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import CacheSpec, LayerCache
 
 _FLOAT, _LONG, _INT = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int32)
 _SUB_BLOCK = 16  # tokens that attention takes from a block at a time
@@ -100,7 +101,7 @@ def _contiguous(name: str, x: Array, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Addresses and sizes of one layer's keys [blocks, heads, d, size] and values [blocks, heads, size, d]."""
+    """Addresses and sizes of one layer's cache. parts: address and bytes of a block of each."""
 
     key: int
     value: int
@@ -109,38 +110,44 @@ class CacheLayout:
     d: int
     size: int
     bf16: bool
+    parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedCache(LayerCache):
     """A cache that was looked at when it was made."""
 
-    layout: CacheLayout
+    layout: CacheLayout = field(kw_only=True)
 
 
 def cache_layout(cache: LayerCache) -> CacheLayout:
     """Sizes of a cache, looked at unless ``CpuKernels.empty_cache`` has done so. Raises TypeError or ValueError."""
     if type(cache) is CheckedCache:
         return cache.layout
-    key, value = cache.key, cache.value
-    for part in (key, value):
-        if (
-            not isinstance(part, np.ndarray)
-            or part.dtype != key.dtype
-            or part.dtype not in (_FLOAT, BFLOAT16)
-        ):
-            kinds = [dtype_name(p) if isinstance(p, np.ndarray) else type(p).__name__ for p in (key, value)]
-            raise TypeError(f"a KV cache is of arrays of float32 or of bfloat16, got {' and '.join(kinds)}")
-    if key.ndim != 4:
-        raise ValueError(f"the keys of a cache are [blocks, heads, D, block_size], got {key.shape}")
-    blocks, heads, d, size = key.shape
-    if value.shape != (blocks, heads, size, d):
-        raise ValueError(f"keys {key.shape} and values {value.shape} are of different caches")
+    kinds = [dtype_name(p) if isinstance(p, np.ndarray) else type(p).__name__ for p in cache.parts]
+    if kinds[0] not in DTYPES:
+        raise TypeError(f"a KV cache is of arrays of {', '.join(DTYPES)}, got {' and '.join(kinds)}")
+    if cache.key.ndim != 4:
+        raise ValueError(f"the keys of a cache are [blocks, heads, D, block_size], got {cache.key.shape}")
+    blocks, heads, d, size = cache.key.shape
+    wanted = CacheSpec(1, heads, d, size, kinds[0]).parts
+    if kinds != [part.dtype for part in wanted]:
+        raise TypeError(
+            f"a KV cache of {kinds[0]} is of arrays of {' and '.join(part.dtype for part in wanted)}, "
+            f"got {' and '.join(kinds)}"
+        )
+    for part, array in zip(wanted, cache.parts):
+        if array.shape != (blocks, *part.shape):
+            raise ValueError(f"keys {cache.key.shape} and {part.name} {array.shape} are of different caches")
     if size > _SUB_BLOCK and size % _SUB_BLOCK:
         raise ValueError(f"blocks hold up to {_SUB_BLOCK} tokens or a multiple of that, got {size}")
-    for name, part in (("cache.key", key), ("cache.value", value)):
-        writable(name, _contiguous(name, part, key.dtype))
-    return CacheLayout(address(key), address(value), blocks, heads, d, size, key.dtype == BFLOAT16)
+    for part, array in zip(wanted, cache.parts):
+        name = f"cache.{part.name}"
+        writable(name, _contiguous(name, array, DTYPES[part.dtype]))
+    return CacheLayout(
+        address(cache.key), address(cache.value), blocks, heads, d, size, kinds[0] == "bfloat16",
+        tuple((address(array), part.block_bytes) for part, array in zip(wanted, cache.parts)),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_backend.kernels.array import Array
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.base import AttentionInputs, Kernels, PackedLinear
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.row_products import row_linear
 from paged_backend.kernels.tensor import as_array, as_tensor, tensor_dtype
 from paged_backend.kernels.triton import quantize
@@ -183,25 +184,8 @@ class TritonKernels(Kernels):
         if pairs:
             self._launch.copy_blocks(caches, pairs)
 
-    def empty_cache(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: str = "float32",
-    ) -> list[LayerCache]:
-        """KV cache on the device; nothing in it is initialised."""
-        keys = (num_blocks, num_kv_heads, head_dim, block_size)
-        values = (num_blocks, num_kv_heads, block_size, head_dim)
-        kept = tensor_dtype(dtype)
-        return [
-            LayerCache(
-                *(torch.empty(shape, dtype=kept, device=self.torch_device) for shape in (keys, values))
-            )
-            for _ in range(num_layers)
-        ]
+    def _empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.empty(shape, dtype=tensor_dtype(dtype), device=self.torch_device)
 
     # --- beyond the contract: what only a device runner asks for --------------------------------------------------
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.triton import activation as activation_kernels
 from paged_backend.kernels.triton import attention as attention_kernels
 from paged_backend.kernels.triton import (
@@ -188,7 +189,7 @@ class Launcher:
         return out
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
-        tensors = [part for cache in caches for part in (cache.key, cache.value)]
+        tensors = [part for cache in caches for part in cache.parts]
         words, rest = divmod(tensors[0][0].nbytes, 4)
         if rest:
             raise ValueError(f"a block of a layer must be a multiple of 4 bytes, got {tensors[0][0].nbytes}")

@@ -14,7 +14,8 @@ import numpy as np
 
 from paged_backend.checkpoints.checkpoint import TensorSource
 from paged_backend.kernels.array import float32
-from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache, PackedLinear
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, PackedLinear
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.models.rope import RotaryEmbedding
 from paged_backend.models.spec import DecoderSpec
 

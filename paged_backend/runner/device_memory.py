@@ -7,13 +7,13 @@ there is never more than one old tensor. Copying costs less than twice the pool'
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paged_backend.errors import BackendUnavailableError
-from paged_backend.kernels.base import LayerCache
 
 if TYPE_CHECKING:
     from paged_backend.kernels.base import Kernels
@@ -73,11 +73,10 @@ class GrowingCache:
         wanted = min(max(blocks, 2 * self.held), self.limit)
         if blocks > wanted:
             raise ValueError(f"block {blocks - 1} is beyond the pool of {self.limit}")
-        for i, cache in enumerate(
-            self.caches
-        ):  # one that has grown in an attempt that failed is left as it is
-            self.caches[i] = cache = LayerCache(_grown(cache.key, wanted), cache.value)
-            self.caches[i] = LayerCache(cache.key, _grown(cache.value, wanted))
+        for i, cache in enumerate(self.caches):
+            for name in cache.names:  # one that has grown in an attempt that failed is left as it is
+                grown = _grown(getattr(cache, name), wanted)
+                self.caches[i] = cache = replace(cache, **{name: grown})
         self.held = wanted
         return True
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paged_backend.batch import Batch
-from paged_backend.kernels.array import ITEMSIZE, address
-from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache
+from paged_backend.kernels.array import address
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels
+from paged_backend.kernels.kv_cache import CacheSpec, LayerCache
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.runner.base import Result, Runner, ScheduledSequence
 from paged_backend.runner.sampler import Sampled, Sampler, SampleRow
@@ -54,8 +55,9 @@ class ModelRunner(Runner):
 
     @staticmethod
     def block_bytes(spec: DecoderSpec, block_size: int, kv_dtype: str = "float32") -> int:
-        """Bytes of one block's keys and values over all layers."""
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * block_size * ITEMSIZE[kv_dtype]
+        """Bytes of one block over all layers."""
+        cache = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, kv_dtype)
+        return cache.block_bytes
 
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[Result]:
         batch = Batch.build(scheduled, self.block_size).on(self.kernels)
@@ -109,7 +111,7 @@ class ModelRunner(Runner):
             else:
                 runs.append((block, block + 1))
         for cache in self.caches:
-            for array in (cache.key, cache.value):
+            for array in cache.parts:
                 first, size = address(array), array[0].nbytes
                 for low, high in runs:
                     start = -(-(first + low * size) // page) * page

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged_backend.kernels.base import AttentionInputs, Kernels, LayerCache
+from paged_backend.kernels.base import AttentionInputs, Kernels
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.tensor import as_array, as_tensor
 
 
@@ -16,9 +17,7 @@ def arrays(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return as_array(value)
     if isinstance(value, LayerCache):
-        return (
-            value if isinstance(value.key, np.ndarray) else LayerCache(arrays(value.key), arrays(value.value))
-        )
+        return value if isinstance(value.key, np.ndarray) else value.map(arrays)
     if isinstance(value, AttentionInputs):
         names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         return AttentionInputs(*(arrays(getattr(value, name)) for name in names))
@@ -32,7 +31,7 @@ def tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return as_tensor(value)
     if isinstance(value, LayerCache):
-        return LayerCache(tensors(value.key), tensors(value.value))
+        return value.map(tensors)
     if isinstance(value, list):
         return [tensors(part) for part in value]
     return value

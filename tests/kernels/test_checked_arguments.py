@@ -13,9 +13,10 @@ from packing import pack
 from tensors import OnTensors
 
 from paged_backend.errors import ModelLoadError
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
 from paged_backend.kernels.cpu.backend import CpuKernels
 from paged_backend.kernels.ggml import GGML_TYPES
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.weights import GGMLBlocks
 
 HEADS, GROUPS, D, SIZE, BLOCKS, TOKENS, HIDDEN = 4, 2, 8, 16, 5, 3, 24

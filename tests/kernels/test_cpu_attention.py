@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensors import OnTensors
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 
 
 class Case:

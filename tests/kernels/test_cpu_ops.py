@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tensors import OnTensors
 
-from paged_backend.kernels.base import LayerCache
+from paged_backend.kernels.kv_cache import LayerCache
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from packing import pack
 from tensors import OnTensors
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache, PackedLinear
+from paged_backend.kernels.base import AttentionInputs, PackedLinear
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 
 

@@ -11,7 +11,8 @@ import torch
 from packing import pack
 from tensors import OnTensors
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 from paged_backend.kernels.triton.backend import TritonKernels

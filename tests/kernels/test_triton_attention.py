@@ -6,7 +6,8 @@ import pytest
 import torch
 from tensors import OnTensors
 
-from paged_backend.kernels.base import AttentionInputs, LayerCache
+from paged_backend.kernels.base import AttentionInputs
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")

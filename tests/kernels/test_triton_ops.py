@@ -8,7 +8,7 @@ from tensors import OnTensors
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
-from paged_backend.kernels.base import LayerCache
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.triton.backend import TritonKernels
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from paged_backend.batch import Batch
 from paged_backend.errors import UnsupportedModelError
-from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels, LayerCache
+from paged_backend.kernels.base import AttentionInputs, DeviceArray, Kernels
+from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.tensor_attention import TensorAttention
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.transformers.attention import NAME, is_causal_window, register
