@@ -53,6 +53,8 @@ static void prepare_row(const void *context, int64_t row) {
     const rows_job *job = context;
     const int64_t k = job->k, run = scaled_k(job->format->codes), step = scale_k(job->mode);
     const float *x = job->x + row * k, largest = job->mode == ONE_BYTE ? LARGEST_BYTE : LARGEST;
+    const int signed_codes = PB_SIGNED_CODES && job->mode != PAIRS && any_byte(job->format->codes);
+    const int offset = signed_codes ? 0 : job->format->offset;
     char *out = job->rows.numbers + row * job->rows.stride;
     int32_t *sums = job->rows.sums + row * job->rows.runs, number[BLOCK];
     for (int64_t i = 0; i < job->rows.scaled; i++) {
@@ -64,7 +66,7 @@ static void prepare_row(const void *context, int64_t row) {
             int32_t sum = 0;
             for (int64_t j = 0; j < run; j++) sum += number[from + j];
             float as_float = (float)sum * (job->mode == ONE_BYTE ? scale : 1.0f);
-            *sums = -job->format->offset * sum;
+            *sums = -offset * sum;
             if (has_minima(job->format)) memcpy(sums, &as_float, 4);
         }
         x += count, out += count / 4 * bytes_of_four(job->mode);

@@ -42,6 +42,12 @@ INLINE void add_block(float *total, vf sum, const block_rows *x, int row, int mo
 /* Four bytes at p in every lane. */
 INLINE vi four_of(const char *p) { return pair_of((const int16_t *)p); }
 
+/* code_quad() as bytes are multiplied. */
+INLINE vi byte_codes(const char *group, int v, int kind, int q, vi table) {
+    vi quad = code_quad(group, v, kind, q, table);
+    return PB_SIGNED_CODES && any_byte(kind) ? quad ^ EACH_BYTE(0x80) : quad;
+}
+
 /* Products of one row by one column. There are several sums for one or two rows, added at the end, as one alone would
  * wait for each product before the next; those of low and high bytes are apart in any case. */
 typedef struct {
@@ -54,11 +60,10 @@ INLINE void add_quad(few_sum *sum, const vi codes[2], const char *numbers, int c
         vi *part = &sum->parts[chain];
         *part = vdot(*part, four_of(numbers), codes[0]);
         *part = vdot(*part, four_of(numbers + 4), codes[1]);
-    } else
-        for (int high = 0; high < (mode == BYTES ? 2 : 1); high++) {
-            vi *part = &sum->parts[chain * 2 + high];
-            *part = vdot_bytes(*part, codes[0], four_of(numbers + high * 4));
-        }
+    } else if (mode == BYTES)
+        vdot_low_and_high(&sum->parts[chain * 2], &sum->parts[chain * 2 + 1], codes[0], numbers);
+    else
+        sum->parts[chain * 2] = vdot_bytes(sum->parts[chain * 2], codes[0], four_of(numbers));
 }
 
 INLINE vi end_few(const few_sum *sum, int chains, int mode) {
@@ -100,7 +105,7 @@ INLINE void few_tile(const block_rows *x, const char *codes, int64_t ahead, int6
                     for (int v = 0; v < TILE_COLUMNS; v++) {
                         int q = part * run_quads + i;
                         if (mode == PAIRS) code_pairs(four[v], group, first + v, kind, q, table);
-                        else four[v][0] = code_quad(group, first + v, kind, q, table);
+                        else four[v][0] = byte_codes(group, first + v, kind, q, table);
                     }
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
@@ -172,7 +177,7 @@ INLINE void widen_codes(char *wide, const char *codes, int64_t groups, vi table,
             for (int v = 0; v < COLUMNS; v++) {
                 vi four[2];
                 if (mode == PAIRS) code_pairs(four, codes, v, kind, q, table);
-                else four[0] = code_quad(codes, v, kind, q, table);
+                else four[0] = byte_codes(codes, v, kind, q, table);
                 for (int i = 0; i < lines; i++) memcpy(wide + i * LINE + v * W * 4, &four[i], sizeof four[i]);
             }
 }

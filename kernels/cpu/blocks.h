@@ -48,6 +48,8 @@ INLINE int code_bits(int codes) {
     return codes == CODES_2 ? 2 : codes == CODES_3 ? 3 : codes <= CODES_TABLE ? 4 : codes == CODES_5 ? 5 : codes == CODES_6 ? 6 : 8;
 }
 INLINE int scaled_k(int codes) { return codes <= CODES_3 || codes == CODES_6 ? 16 : 32; }
+/* Whether codes are more than 7 bits: these have the offset 128. */
+INLINE int any_byte(int codes) { return codes == CODES_8 || codes == CODES_TABLE; }
 INLINE int has_minima(const block_format *f) {
     return f->scales == HALF_MIN || f->scales == SUPER_MIN || f->scales == SUPER_NIBBLES;
 }

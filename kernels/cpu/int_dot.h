@@ -29,26 +29,47 @@ INLINE vi vdot(vi acc, vi a, vi b) {
 #endif
 }
 
-#if (PB_AVX512 && defined(__AVX512VNNI__)) || (PB_AVX2 && defined(__AVXVNNI__))
-#define PB_BYTE_DOT 1
-/* a [4] . b [4] of unsigned by signed bytes, added to 32-bit sums. */
-INLINE vi vdot_bytes(vi acc, vi a, vi b) {
-#if PB_AVX512
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#else
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
-#endif
-}
-#else
-#define PB_BYTE_DOT 0
-INLINE vi vdot_bytes(vi acc, vi a, vi b) { return (void)a, (void)b, acc; } /* to be compiled only */
-#endif
-
 /* The two numbers at p in every lane. */
 INLINE vi pair_of(const int16_t *p) {
     union { int32_t bits; float lane; } pair;
     memcpy(&pair, p, sizeof pair);
     return as_vi(vset1(pair.lane));
+}
+
+/* Products of four bytes: the first ones are codes, 0 .. 255, or where PB_SIGNED_CODES is set -128 .. 127. */
+#if (PB_AVX512 && defined(__AVX512VNNI__)) || (PB_AVX2 && defined(__AVXVNNI__))
+#define PB_BYTE_DOT 1
+#define PB_SIGNED_CODES 0
+/* codes [4] . numbers [4], added to 32-bit sums. */
+INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
+#if PB_AVX512
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)numbers);
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)numbers);
+#endif
+}
+#elif PB_NEON && defined(__ARM_FEATURE_DOTPROD)
+#define PB_BYTE_DOT 1
+#define PB_SIGNED_CODES 1
+INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
+    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)codes, (int8x16_t)numbers);
+}
+#else
+#define PB_BYTE_DOT 0
+#define PB_SIGNED_CODES 0
+INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) { return (void)codes, (void)numbers, acc; } /* to be compiled only */
+#endif
+
+/* The same for the four bytes at p, then the four after them. */
+INLINE void vdot_low_and_high(vi *low, vi *high, vi codes, const char *p) {
+#if PB_NEON && PB_BYTE_DOT
+    int8x8_t both = vld1_s8((const int8_t *)p);
+    *low = (vi)vdotq_lane_s32((int32x4_t)*low, (int8x16_t)codes, both, 0);
+    *high = (vi)vdotq_lane_s32((int32x4_t)*high, (int8x16_t)codes, both, 1);
+#else
+    *low = vdot_bytes(*low, codes, pair_of((const int16_t *)p));
+    *high = vdot_bytes(*high, codes, pair_of((const int16_t *)(p + 4)));
+#endif
 }
 
 #endif

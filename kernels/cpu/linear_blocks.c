@@ -9,6 +9,7 @@
 
 enum {
     FEW_TILES = 3,    /* the most tiles that take codes apart; for more rows codes are widened */
+    FEW_ONLY = PB_SIGNED_CODES, /* ARM multiplies more bytes than pairs in an instruction, also if all are taken apart */
     ROW_BLOCK = 20 * TILE_ROWS,
     MOST_PANELS = 4,  /* panels of an item, which take their turns at a block's activations */
     ITEMS_PER_THREAD = 4,
@@ -59,14 +60,16 @@ static void many_rows(const blocks_job *job, wide_block *wide, const char *w, in
     }
 }
 
-static void few_rows(const blocks_job *job, const char *w, int64_t block, int64_t groups, float *totals) {
+/* totals [rows][LANES] += one block of a panel times rows from ``first`` on. */
+static void few_rows(const blocks_job *job, const char *w, int64_t block, int64_t groups, int64_t first, int64_t rows,
+                     float *totals) {
     const block_format *f = job->format;
-    const int64_t rows = job->linear.m, tiles = ceil_div(rows, FEW_ROWS), bytes = block_bytes(f, groups);
+    const int64_t tiles = ceil_div(rows, FEW_ROWS), bytes = block_bytes(f, groups);
     _Alignas(64) float scales[MOST_SCALES * LANES], minima[MOST_SCALES * LANES];
     pb_block_scales(f, w, groups, scales, minima);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
-        block_rows x = rows_from(&job->rows, f, job->mode, from, block);
+        block_rows x = rows_from(&job->rows, f, job->mode, first + from, block);
         few_tiles[job->mode][f->codes][to - from - 1](&x, w + block_head(f, groups), i == 1 ? bytes : 0, groups,
                                                       load_table(f->table), scales, has_minima(f) ? minima : NULL,
                                                       totals + from * LANES);
@@ -99,7 +102,7 @@ static void blocks_item(const void *context, int64_t item) {
     memset(totals, 0, sizeof(float) * (size_t)(panels * rows * LANES));
     for (int64_t block = 0; block * BLOCK < l->k; block++) {
         int64_t rest = (l->k - block * BLOCK) / GROUP_K, groups = rest < BLOCK_GROUPS ? rest : BLOCK_GROUPS;
-        if (job->few) few_rows(job, w, block, groups, totals);
+        if (job->few) few_rows(job, w, block, groups, first, rows, totals);
         else many_rows(job, wide, w, step, panels, block, groups, first, rows, totals);
         w += block_bytes(f, groups);
     }
@@ -112,8 +115,9 @@ EXPORT void pb_linear_blocks(const float *x, const void *weights, const float *b
                              int64_t k, int64_t format, int64_t bits, int64_t threads) {
     blocks_job job = {.linear = {x, weights, bias, out, m, n, k, (int)threads}, .format = pb_block_format(format)};
     if (m * n * k < SMALL_WORK) job.linear.threads = 1;
-    job.few = m <= FEW_ROWS * FEW_TILES;
-    job.mode = bits == 8 && PB_BYTE_DOT ? ONE_BYTE : job.few ? FEW_MODE : PAIRS;
+    const int one_byte = bits == 8 && PB_BYTE_DOT;
+    job.few = m <= FEW_ROWS * FEW_TILES || (FEW_ONLY && !one_byte);
+    job.mode = one_byte ? ONE_BYTE : job.few ? FEW_MODE : PAIRS;
     job.panels = 1;
     while (!job.few && job.panels < MOST_PANELS &&
            ceil_div(block_panels(n), 2 * job.panels) * ceil_div(m, ROW_BLOCK) >= ITEMS_PER_THREAD * job.linear.threads)

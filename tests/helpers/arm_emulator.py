@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from paged_backend.kernels.cpu.backend import _SIGNATURES
 
@@ -30,11 +31,12 @@ def available() -> bool:
     return all(importlib.util.find_spec(name) for name in ("unicorn", "ziglang"))
 
 
-def compile_for_arm(folder: Path) -> Path:
-    """The library as ``scripts/build_wheels.py`` makes it."""
-    from build_wheels import PLATFORMS, compile_library
+def compile_for_arm(folder: Path, flags: tuple[str, ...] = ()) -> Path:
+    """The library as ``scripts/build_wheels.py`` makes it, for a processor that has more."""
+    from build_wheels import PLATFORMS, TARGETS, compile_library
 
-    return compile_library(PLATFORMS["linux-aarch64"], "portable", folder)
+    with patch.dict(TARGETS, portable=flags):
+        return compile_library(PLATFORMS["linux-aarch64"], "portable", folder)
 
 
 class EmulatedLibrary:
@@ -46,6 +48,7 @@ class EmulatedLibrary:
 
         self._registers = registers
         self._machine = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
+        self._machine.ctl_set_cpu_model(registers.UC_CPU_ARM64_MAX)
         self._machine.reg_write(registers.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # vector registers
         self._machine.reg_write(registers.UC_ARM64_REG_TPIDR_EL0, _THREAD)
         for start, size in (

@@ -32,9 +32,13 @@ def _builds() -> dict[str, tuple[str, ...] | None]:
 
 
 _BUILDS = _builds()
-_OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit")
+_OF_WEIGHTS = ("avx2-vnni", "no-matrix-unit", "arm-dot")
 _WEIGHT_TESTS = ("test_cpu_linear.py", "test_cpu_blocks.py", "test_matmul_precision.py")
-_EMULATED = ["arm"] if "native" in _BUILDS and arm_emulator.available() else []
+_EMULATED: dict[str, tuple[str, ...]] = (
+    {"arm": (), "arm-dot": ("-mcpu=baseline+dotprod",)}
+    if "native" in _BUILDS and arm_emulator.available()
+    else {}
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
@@ -60,7 +64,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param not in _EMULATED:
         return OnTensors(CpuKernels(1, build(_BUILDS[request.param])))
     kernels = CpuKernels(1)
-    library = arm_emulator.compile_for_arm(tmp_path_factory.mktemp(request.param))
+    library = arm_emulator.compile_for_arm(tmp_path_factory.mktemp(request.param), _EMULATED[request.param])
     kernels._lib = arm_emulator.EmulatedLibrary(library)  # type: ignore[assignment]
     return OnTensors(kernels)
 
