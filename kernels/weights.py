@@ -1,4 +1,4 @@
-"""Weights as a file has them: an array of floating point numbers, or blocks of a quantised format."""
+"""Weights as a file has them: an array of floating point numbers, or codes and scales of a quantised format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.array import Array, equal, is_float
 from paged_backend.kernels.ggml import GGMLType, dequantize
+from paged_backend.kernels.quantized import QuantizedWeight
 
 _SLICE = 1 << 20  # values compared at a time
 
 
 @dataclass(frozen=True, slots=True)
-class GGMLBlocks:
+class GGMLBlocks(QuantizedWeight):
     """A matrix [N, K] in one of GGML's formats.
 
     raw: uint8 [N * K / type.block * type.nbytes], row by row, maybe a view of a mapped file. source: where it comes
@@ -32,9 +33,6 @@ class GGMLBlocks:
             raise ModelLoadError(
                 f"{self.source}: {self.raw.nbytes} bytes of {self.type.name} are no matrix {self.shape}"
             )
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     @property
     def row_bytes(self) -> int:
@@ -65,23 +63,23 @@ class GGMLBlocks:
         return replace(self, raw=np.ascontiguousarray(part).reshape(-1), shape=(self.shape[0], stop - start))
 
 
-Weight = Array | GGMLBlocks
-"""Of a linear: [N, K], any float dtype or blocks; may be memory-mapped."""
+Weight = Array | QuantizedWeight
+"""Of a linear: [N, K], any float dtype or a quantised format; may be memory-mapped."""
 
 
 def is_weight(value: object) -> bool:
     """Whether it is of a kind that holds floating point weights."""
-    return isinstance(value, GGMLBlocks) or (isinstance(value, np.ndarray) and is_float(value))
+    return isinstance(value, QuantizedWeight) or (isinstance(value, np.ndarray) and is_float(value))
 
 
 def rows(weight: Weight, start: int, stop: int) -> Weight:
     """Outputs ``start`` to ``stop`` - 1; the same memory."""
-    return weight.rows(start, stop) if isinstance(weight, GGMLBlocks) else weight[start:stop]
+    return weight.rows(start, stop) if isinstance(weight, QuantizedWeight) else weight[start:stop]
 
 
 def to_dense(weight: Weight) -> Array:
     """The values as an array of floats."""
-    return weight.to_dense() if isinstance(weight, GGMLBlocks) else weight
+    return weight.to_dense() if isinstance(weight, QuantizedWeight) else weight
 
 
 def same_values(a: Weight, b: Weight) -> bool:

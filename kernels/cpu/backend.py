@@ -25,7 +25,7 @@ from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.cpu.cores import default_threads, usable_cores
 from paged_backend.kernels.cpu.targets import WITHOUT_MATRIX_UNIT
 from paged_backend.kernels.kv_cache import LayerCache
-from paged_backend.kernels.weights import GGMLBlocks, Weight, rows
+from paged_backend.kernels.weights import GGMLBlocks, Weight, rows, to_dense
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -161,7 +161,7 @@ class CpuKernels(Kernels):
         """Whether every value is a bf16 number."""
         if isinstance(weight, GGMLBlocks):
             return False  # products of codes and scales
-        if weight.dtype == BFLOAT16:
+        if isinstance(weight, np.ndarray) and weight.dtype == BFLOAT16:
             return True
         return all(self._lib.pb_bf16_exact(address(part), part.size) for _, part in self._row_chunks(weight))
 
@@ -337,7 +337,7 @@ class CpuKernels(Kernels):
 
     def to_dense(self, weight: Weight) -> Array:
         if not isinstance(weight, GGMLBlocks):
-            return weight
+            return to_dense(weight)
         raw, out = np.ascontiguousarray(weight.raw), np.empty(weight.shape, np.float32)
         known = self._lib.pb_expand_gguf(
             weight.type.id, address(raw), raw.nbytes, address(out), out.size, self.threads

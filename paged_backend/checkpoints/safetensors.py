@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ import numpy as np
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.mapped_file import drop_pages, map_file
+from paged_backend.checkpoints.quantized.methods import read_quantized, split_config
+from paged_backend.checkpoints.quantized.parts import Stored
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.array import BFLOAT16, Array
 
@@ -23,21 +26,33 @@ _DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
     "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
+    "BOOL": np.dtype("?"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"), "F8_E8M0": np.dtype("u1"),
 }  # fmt: skip
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SETTINGS = "quantize_config.json"  # of GPTQ, before they were part of config.json
 
 
 def load_folder(path: Path) -> Checkpoint:
-    """Config and lazily read tensors of a folder. Raises ModelLoadError naming the file."""
-    config, generation_config = read_configs(path)
+    """Config and lazily read tensors of a folder. Raises ModelLoadError naming the file.
+
+    Of a quantised model the config is that of the plain one, and weights have its names and shapes.
+    """
+    config, settings, generation_config = _read_configs(path)
+    stored: dict[str, Stored] = {}
+    mapped = [_map_shard(path / shard, names, stored) for shard, names in _shards(path).items()]
     sources: dict[str, TensorSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     integers: dict[str, tuple[str, TensorSource]] = {}
-    mapped = [
-        _map_shard(path / shard, names, sources, shapes, integers) for shard, names in _shards(path).items()
-    ]
+    if settings is not None:
+        weights, stored = read_quantized(path, settings, stored)
+        for name, found in weights.items():
+            sources[name], shapes[name] = found.read, found.shape
+    for name, entry in stored.items():
+        if entry.dtype in _FLOATS:
+            sources[name], shapes[name] = entry.read, entry.shape
+        else:
+            integers[name] = entry.dtype, entry.read
     return Checkpoint(
         config=config,
         tensors=sources,
@@ -51,10 +66,22 @@ def load_folder(path: Path) -> Checkpoint:
 
 
 def read_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of ``config.json``, and of ``generation_config.json`` if there is one. Raises ModelLoadError."""
+    """The content of ``config.json`` but for quantisation, and of ``generation_config.json`` if there is one.
+
+    Raises ModelLoadError.
+    """
+    config, _, generation_config = _read_configs(path)
+    return config, generation_config
+
+
+def _read_configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None, dict[str, Any]]:
+    """:func:`read_configs` with what the folder says of quantisation in between."""
     config = _read_json(path / "config.json", f"{path} has no config.json, so it is not a model folder")
+    config, settings = split_config(config)
+    if settings is None and (path / OLD_SETTINGS).exists():
+        settings = {"quant_method": "gptq", **_read_json(path / OLD_SETTINGS, "")}
     generation = path / "generation_config.json"
-    return config, _read_json(generation, "") if generation.exists() else {}
+    return config, settings, _read_json(generation, "") if generation.exists() else {}
 
 
 def _shards(path: Path) -> dict[str, list[str]]:
@@ -89,14 +116,8 @@ def _shards(path: Path) -> dict[str, list[str]]:
     raise ModelLoadError(f"{path} has no weights: neither {WEIGHTS} nor {INDEX}")
 
 
-def _map_shard(
-    file: Path,
-    promised: list[str],
-    sources: dict[str, TensorSource],
-    shapes: dict[str, tuple[int, ...]],
-    integers: dict[str, tuple[str, TensorSource]],
-) -> mmap.mmap:
-    """Add the tensors of one file, those that are no floats to ``integers``, and map it; only its header is read."""
+def _map_shard(file: Path, promised: list[str], stored: dict[str, Stored]) -> mmap.mmap:
+    """Add the tensors of one file to ``stored``, and map it; only its header is read."""
     try:
         buffer = map_file(file)
         entries = _directory(buffer)
@@ -108,10 +129,7 @@ def _map_shard(
                 f"{file.parent / INDEX} places tensor {name!r} in {file.name!r}, which does not have it"
             )
     for name, entry in entries.items():
-        if entry.dtype in _FLOATS:
-            sources[name], shapes[name] = partial(_read, buffer, entry), entry.shape
-        else:
-            integers[name] = entry.dtype, partial(_read, buffer, entry)
+        stored[name] = Stored(entry.dtype, entry.shape, partial(_read, buffer, entry))
     return buffer
 
 
