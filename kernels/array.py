@@ -22,10 +22,10 @@ _SLICE = (
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 """The upper half of a float32: sign, 8 bits of exponent, 7 of mantissa."""
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "int8": np.dtype(np.int8)}
 """Of keys and values, by name."""
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of a number, by the name of its dtype: of those that activations, keys and values may have."""
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_backend.kernels.array import Array, bfloat16, float32
+from paged_backend.kernels.array import BFLOAT16, Array, bfloat16, float32
 from paged_backend.kernels.base import AttentionInputs, Kernels, PackedLinear
-from paged_backend.kernels.kv_cache import LayerCache
+from paged_backend.kernels.kv_cache import LayerCache, quantize
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 from paged_backend.kernels.weights import Weight, to_dense
 
@@ -103,7 +103,10 @@ class ReferenceKernels(Kernels):
                 high[:] = high * cos + low * sin
             low[:] = rotated
         block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
-        kept = float32 if cache.key.dtype == np.float32 else bfloat16
+        if cache.key_scale is not None:
+            k, cache.key_scale[block, :, offset] = quantize(k)
+            v, cache.value_scale[block, :, offset] = quantize(v)
+        kept = bfloat16 if cache.key.dtype == BFLOAT16 else np.asarray
         cache.key[block, :, :, offset] = kept(k)
         cache.value[block, :, offset] = kept(v)
 
@@ -229,9 +232,11 @@ def _gather(cache: LayerCache, blocks: Array, start: int, stop: int, runs: range
     seen = slice(start - first_block * size, stop - first_block * size)
     place = slice(start - runs.start, stop - runs.start)
     gathered = []
-    for part in (cache.key[ids].transpose(0, 3, 1, 2), cache.value[ids].swapaxes(1, 2)):
+    for part, scale in ((cache.key.swapaxes(2, 3), cache.key_scale), (cache.value, cache.value_scale)):
         tokens = np.zeros((len(runs) * _KEYS, groups, dim), np.float32)
-        tokens[place] = float32(part.reshape(-1, groups, dim)[seen])
+        tokens[place] = float32(part[ids].swapaxes(1, 2).reshape(-1, groups, dim)[seen])
+        if scale is not None:  # exact: 7 bits by 8
+            tokens[place] *= float32(scale[ids].swapaxes(1, 2).reshape(-1, groups, 1)[seen])
         gathered.append(tokens.reshape(len(runs), 1, _KEYS, groups, dim))
     keys, values = gathered
     return (

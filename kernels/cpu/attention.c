@@ -12,7 +12,8 @@
  * segments of SEGMENT tokens whose partial results are merged in order, always, whether or not threads share
  * the segments of one item.
  *
- * A cache of bf16 is widened, which is exact: in registers for few rows, else once per key tile for all rows.
+ * A cache of bf16 or of int8 codes is widened, which is exact: in registers for few rows, else once per key tile for
+ * all rows. The scales of codes, one per token for keys and one for values, multiply scores and weights.
  *
  * Memory behind the last token of a sequence may hold anything: scores there are replaced, V there is not
  * read.
@@ -31,11 +32,12 @@ enum {
 typedef struct {
     const float *q, *sinks;
     const char *key_cache, *value_cache;
+    const uint16_t *key_scale, *value_scale; /* bf16 [block][kv head][block_size], of caches of int8 codes */
     float *out;
     const int32_t *query_start_loc, *seq_lens, *block_table, *tiles;
     int64_t table_width, q_stride, heads, kv_heads, d, block_size, window;
     float scale, softcap; /* scale: of q, with log2(e) in it unless scores are capped first */
-    int bf16;             /* kind of the cache; else float */
+    int size;             /* bytes of an element of the cache: 4 float, 2 bf16, 1 int8 */
     int64_t segments; /* 0: an item does all segments of its context; else the number that items are split into */
     float *partial;   /* [tile][kv head][row][segment][d + 2] then: output, maximum, sum */
 } attention_job;
@@ -43,6 +45,7 @@ typedef struct {
 /* Working memory of a thread: one item's rows. */
 typedef struct {
     softmax_rows soft;
+    float k_scale[KEYS], v_scale[KEYS];
     float next[ROWS], sum[ROWS], total_maximum[ROWS], total_sum[ROWS];
     int32_t width[ROWS], position[ROWS]; /* tokens of the key tile that are scored; position in the sequence */
     float *q, *out, *total;              /* [ROWS][d] each */
@@ -67,14 +70,39 @@ typedef struct {
     int rows;
 } row_range;
 
-/* First element of K or V of the head in the block that holds token ``position``. */
+/* First token slot of the head in the block that holds token ``position``. */
+INLINE int64_t head_start(const attention_job *job, const row_range *range, int64_t position) {
+    return (range->table[position / job->block_size] * job->kv_heads + range->g) * job->block_size;
+}
+
+/* First element of K or V there. */
 INLINE int64_t block_start(const attention_job *job, const row_range *range, int64_t position) {
-    return (range->table[position / job->block_size] * job->kv_heads + range->g) * job->d * job->block_size;
+    return head_start(job, range, position) * job->d;
+}
+
+/* Scales of the key tile that begins at token ``start``, by token; those of the next one are fetched. */
+static void load_scales(const attention_job *job, scratch *s, const row_range *range, int64_t start, int64_t end) {
+    int64_t step = job->block_size < SUB ? 1 : SUB;
+    for (int64_t i = 0; i < KEYS && start + i < end; i += step) {
+        int64_t position = start + i, offset = position % job->block_size, later = position + KEYS;
+        int64_t slot = head_start(job, range, position) + offset;
+        if (step == 1) {
+            s->k_scale[i] = bf16_to_float(job->key_scale[slot]), s->v_scale[i] = bf16_to_float(job->value_scale[slot]);
+            continue;
+        }
+        for (int x = 0; x < SUB; x += W) {
+            vstore(s->k_scale + i + x, vload_bf16(job->key_scale + slot + x));
+            vstore(s->v_scale + i + x, vload_bf16(job->value_scale + slot + x));
+        }
+        if (later >= end) continue;
+        int64_t next = head_start(job, range, later) + later % job->block_size;
+        __builtin_prefetch(job->key_scale + next), __builtin_prefetch(job->value_scale + next);
+    }
 }
 
 /* Point at the sub-blocks of the key tile that begins at token ``start``, and at those of the next one. */
 static void locate_tile(const attention_job *job, const row_range *range, int64_t start, int64_t end, key_tile *t) {
-    int64_t size = t->bf16 ? 2 : 4;
+    int64_t size = t->size;
     for (int i = 0; i < SUBS && start + i * SUB < end; i++) {
         int64_t position = start + i * SUB, offset = position % job->block_size;
         int64_t block = block_start(job, range, position), later = position + KEYS;
@@ -88,40 +116,47 @@ static void locate_tile(const attention_job *job, const row_range *range, int64_
 INLINE void use_copy(scratch *s, key_tile *t, int64_t d) {
     for (int i = 0; i < SUBS; i++) t->k[i] = (char *)(s->k + i * SUB * d), t->v[i] = (char *)(s->v + i * SUB * d);
     t->k_stride = SUB;
-    t->bf16 = t->fetch = 0;
+    t->size = sizeof(float), t->fetch = 0;
+}
+
+INLINE float element(const char *cache, int64_t at, int size) {
+    if (size == 1) return ((const int8_t *)cache)[at];
+    return size == 2 ? bf16_to_float(((const uint16_t *)cache)[at]) : ((const float *)cache)[at];
 }
 
 /* The same for blocks shorter than a sub-block: copy tokens [start, end) together. */
 static void gather_tile(const attention_job *job, scratch *s, const row_range *range, int64_t start, int64_t end,
                         key_tile *t) {
     int64_t size = job->block_size, d = job->d;
-    const float *keys = (const float *)job->key_cache, *values = (const float *)job->value_cache;
-    const uint16_t *half_keys = (const uint16_t *)keys, *half_values = (const uint16_t *)values;
     for (int64_t j = start; j < end; j++) {
         int64_t from = block_start(job, range, j) + j % size, from_v = from + j % size * (d - 1);
         float *k = s->k + (j - start) / SUB * SUB * d + (j - start) % SUB, *v = s->v + (j - start) * d;
         for (int64_t i = 0; i < d; i++) {
-            k[i * SUB] = t->bf16 ? bf16_to_float(half_keys[from + i * size]) : keys[from + i * size];
-            v[i] = t->bf16 ? bf16_to_float(half_values[from_v + i]) : values[from_v + i];
+            k[i * SUB] = element(job->key_cache, from + i * size, t->size);
+            v[i] = element(job->value_cache, from_v + i, t->size);
         }
     }
     use_copy(s, t, d);
 }
 
-/* Widen ``subs`` sub-blocks of bf16 for rows that take several passes over them. */
-static void widen_tile(scratch *s, key_tile *t, int64_t d, int subs) {
+/* Widen ``subs`` sub-blocks for rows that take several passes over them. */
+INLINE void widen(scratch *s, key_tile *t, int64_t d, int subs, int size) {
     for (int i = 0; i < subs; i++) {
-        const uint16_t *k = (const uint16_t *)t->k[i], *v = (const uint16_t *)t->v[i];
         for (int64_t j = 0; j < d; j++) {
             float *to = s->k + (i * d + j) * SUB, *to_v = s->v + (i * d + j) * SUB;
             for (int x = 0; x < SUB; x += W) {
-                vstore(to + x, vload_bf16(k + j * t->k_stride + x));
-                vstore(to_v + x, vload_bf16(v + j * SUB + x));
+                vstore(to + x, load_kv(t->k[i], j * t->k_stride + x, W, size));
+                vstore(to_v + x, load_kv(t->v[i], j * SUB + x, W, size));
             }
-            if (t->ahead[i]) __builtin_prefetch(t->ahead[i] + j * SUB * 2);
+            if (t->ahead[i]) __builtin_prefetch(t->ahead[i] + j * SUB * size);
         }
     }
     use_copy(s, t, d);
+}
+
+static void widen_tile(scratch *s, key_tile *t, int64_t d, int subs) {
+    if (t->size == 1) widen(s, t, d, subs, 1);
+    else widen(s, t, d, subs, 2);
 }
 
 /* Tokens [first, last) of the key tile at ``start`` that rows ``from`` .. ``to - 1`` see; none: last = 0. */
@@ -142,11 +177,12 @@ static void segment_rows(const attention_job *job, scratch *s, const row_range *
     softmax_start(soft, rows);
     memset(s->out, 0, 4 * (size_t)(rows * d));
     for (int64_t start = (begin > range->low ? begin : range->low) / KEYS * KEYS; start < end; start += KEYS) {
-        key_tile t = {.k_stride = job->block_size, .bf16 = job->bf16, .fetch = 1};
+        key_tile t = {.k_stride = job->block_size, .size = job->size, .fetch = 1};
         int64_t count = end - start < KEYS ? end - start : KEYS;
         if (job->block_size < SUB) gather_tile(job, s, range, start, start + count, &t);
         else locate_tile(job, range, start, end, &t);
-        if (t.bf16 && tiles > 1) widen_tile(s, &t, d, (int)ceil_div(count, SUB));
+        if (job->key_scale) load_scales(job, s, range, start, end), t.k_scale = s->k_scale;
+        if (t.size < 4 && tiles > 1) widen_tile(s, &t, d, (int)ceil_div(count, SUB));
         int fetch = t.fetch;
         for (int i = 0; i < tiles; i++) {
             int from = rows * i / tiles, to = rows * (i + 1) / tiles;
@@ -161,6 +197,9 @@ static void segment_rows(const attention_job *job, scratch *s, const row_range *
             }
         }
         softmax_weights(soft, s->next, s->width, rows);
+        for (int r = 0; r < (job->value_scale ? rows : 0); r++)
+            for (int i = 0; i < s->width[r]; i += W)
+                vstore(soft->score[r] + i, vload(soft->score[r] + i) * vload(s->v_scale + i));
         t.fetch = fetch;
         for (int i = 0; i < tiles; i++) {
             int from = rows * i / tiles, to = rows * (i + 1) / tiles;
@@ -268,19 +307,22 @@ EXPORT int64_t pb_plan_attention(const int32_t *query_start_loc, int64_t sequenc
     return count;
 }
 
-/* key_cache, value_cache: of float, or of bf16. */
-EXPORT void pb_attention(const float *q, const void *key_cache, const void *value_cache, const float *sinks,
+/* key_cache, value_cache: of elements of ``size`` bytes, 4 float, 2 bf16, 1 int8 codes with a scale in bf16 per token and
+ * head; the scales are NULL for the others. */
+EXPORT void pb_attention(const float *q, const void *key_cache, const void *value_cache, const uint16_t *key_scale,
+                         const uint16_t *value_scale, const float *sinks,
                          float *out, const int32_t *query_start_loc, const int32_t *seq_lens,
                          const int32_t *block_table, const int32_t *tiles, int64_t tile_count, int64_t longest,
                          int64_t table_width, int64_t q_stride, int64_t heads, int64_t kv_heads, int64_t d,
                          int64_t block_size, int64_t window, double scale, double softcap, int64_t threads,
-                         int64_t bf16) {
-    attention_job job = {.q = q, .sinks = sinks, .key_cache = key_cache, .value_cache = value_cache, .out = out,
+                         int64_t size) {
+    attention_job job = {.q = q, .sinks = sinks, .key_cache = key_cache, .value_cache = value_cache,
+                         .key_scale = key_scale, .value_scale = value_scale, .out = out,
                          .query_start_loc = query_start_loc, .seq_lens = seq_lens, .block_table = block_table,
                          .tiles = tiles, .table_width = table_width, .q_stride = q_stride, .heads = heads,
                          .kv_heads = kv_heads, .d = d, .block_size = block_size, .window = window,
                          .scale = (float)(softcap > 0.0 ? scale : scale * 1.4426950408889634),
-                         .softcap = (float)softcap, .bf16 = (int)bf16};
+                         .softcap = (float)softcap, .size = (int)size};
     int64_t items = tile_count * kv_heads;
     if (threads > 1 && items < 4 * threads && longest > SEGMENT) {
         job.segments = ceil_div(longest, SEGMENT);

@@ -47,10 +47,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pb_rms_norm": (None, (_P,) * 4 + (_I, _I, _D, _I)),
     "pb_softcap": (None, (_P, _I, _D, _I)),
     "pb_act_and_mul": (None, (_P, _P) + (_I,) * 4),
-    "pb_rotary_and_cache": (_I, (_P,) * 8 + (_I,) * 12),
+    "pb_rotary_and_cache": (_I, (_P,) * 10 + (_I,) * 12),
     "pb_copy_blocks": (None, (_P, _P, _I, _I)),
     "pb_plan_attention": (_I, (_P, _I, _P)),
-    "pb_attention": (None, (_P,) * 9 + (_I,) * 9 + (_D, _D, _I, _I)),
+    "pb_attention": (None, (_P,) * 11 + (_I,) * 9 + (_D, _D, _I, _I)),
 }
 _DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _PARTS = {"highest": 3, "high": 2, "medium": 1}  # bf16 numbers that stand for an activation on a matrix unit
@@ -275,9 +275,10 @@ class CpuKernels(Kernels):
         check.writable("q", q)
         check.writable("k", k)
         bad = self._lib.pb_rotary_and_cache(
-            address(q), address(k), address(v), cosines, sines, layout.key, layout.value, slots,
+            address(q), address(k), address(v), cosines, sines,
+            layout.key, layout.value, layout.key_scale, layout.value_scale, slots,
             tokens, heads, layout.heads, d, half, layout.size, layout.blocks,
-            q_stride, k_stride, v_stride, self.threads, layout.bf16,
+            q_stride, k_stride, v_stride, self.threads, layout.itemsize,
         )  # fmt: skip
         if bad >= 0:
             raise IndexError(
@@ -316,11 +317,11 @@ class CpuKernels(Kernels):
         stride = check.token_stride("q", q, heads, d)
         out = np.empty((tokens, heads * d), np.float32)
         self._lib.pb_attention(
-            address(q), layout.key, layout.value,
+            address(q), layout.key, layout.value, layout.key_scale, layout.value_scale,
             check.multiplier("sinks", sinks, heads) if sinks is not None else None, address(out), *plan.pointers,
             len(plan.tiles), sizes.longest, sizes.width, stride,
             heads, layout.heads, d, layout.size, window or 0, scale, softcap or 0.0, self.threads,
-            layout.bf16,
+            layout.itemsize,
         )  # fmt: skip
         return out
 

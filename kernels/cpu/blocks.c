@@ -66,24 +66,9 @@ INLINE vf load_halves(const char *p) {
 #endif
 }
 
-/* W bytes, signed or not, as numbers. */
-INLINE vf load_bytes(const char *p, int is_signed) {
-#if PB_AVX512
-    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
-    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif PB_AVX2
-    __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
-    return (vf)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-#else
-    vf numbers;
-    for (int i = 0; i < W; i++) numbers[i] = (float)(is_signed ? ((const int8_t *)p)[i] : ((const uint8_t *)p)[i]);
-    return numbers;
-#endif
-}
-
 /* 2^(e - 128) of W bytes e, which is half of what they stand for as the table's numbers are doubled. */
 INLINE vf load_powers(const char *p) {
-    vi e = __builtin_convertvector(load_bytes(p, 0), vi);
+    vi e = __builtin_convertvector(vload_bytes(p, 0), vi);
     vi tiny = e < 2, word = ((e - 1) << 23 & ~tiny) | ((0x00200000 << (e & 1)) & tiny);
     return as_vf(word);
 }
@@ -101,12 +86,12 @@ void pb_block_scales(const block_format *f, const char *block, int64_t groups, f
     for (int lane = 0; lane < LANES; lane += W) {
         vf d = load_halves(block + lane * 2), least = f->scales == SUPER ? d : load_halves(block + (LANES + lane) * 2);
         for (int64_t i = lane; i < count; i += LANES) {
-            if (f->scales == SUPER) vstore(scales + i, d * load_bytes(fine + i, 1));
+            if (f->scales == SUPER) vstore(scales + i, d * vload_bytes(fine + i, 1));
             else if (f->scales == SUPER_MIN) {
-                vstore(scales + i, d * load_bytes(fine + i, 0));
-                vstore(minima + i, -(least * load_bytes(fine + count + i, 0)));
+                vstore(scales + i, d * vload_bytes(fine + i, 0));
+                vstore(minima + i, -(least * vload_bytes(fine + count + i, 0)));
             } else {
-                vi both = __builtin_convertvector(load_bytes(fine + i, 0), vi);
+                vi both = __builtin_convertvector(vload_bytes(fine + i, 0), vi);
                 vstore(scales + i, d * __builtin_convertvector(both & 15, vf));
                 vstore(minima + i, -(least * __builtin_convertvector(both >> 4, vf)));
             }

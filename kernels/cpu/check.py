@@ -101,15 +101,20 @@ def _contiguous(name: str, x: Array, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Addresses and sizes of one layer's cache. parts: address and bytes of a block of each."""
+    """Addresses and sizes of one layer's cache.
+
+    itemsize: of keys and values. parts: address of each part and bytes of a block of it.
+    """
 
     key: int
     value: int
+    key_scale: int | None
+    value_scale: int | None
     blocks: int
     heads: int
     d: int
     size: int
-    bf16: bool
+    itemsize: int
     parts: tuple[tuple[int, int], ...]
 
 
@@ -144,10 +149,11 @@ def cache_layout(cache: LayerCache) -> CacheLayout:
     for part, array in zip(wanted, cache.parts):
         name = f"cache.{part.name}"
         writable(name, _contiguous(name, array, DTYPES[part.dtype]))
+    scales = [None if part is None else address(part) for part in (cache.key_scale, cache.value_scale)]
+    parts = tuple((address(array), part.block_bytes) for part, array in zip(wanted, cache.parts))
     return CacheLayout(
-        address(cache.key), address(cache.value), blocks, heads, d, size, kinds[0] == "bfloat16",
-        tuple((address(array), part.block_bytes) for part, array in zip(wanted, cache.parts)),
-    )  # fmt: skip
+        address(cache.key), address(cache.value), *scales, blocks, heads, d, size, cache.key.itemsize, parts
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,9 +125,10 @@ EXPORT void pb_softcap(float *x, int64_t count, double cap, int64_t threads) {
 typedef struct {
     float *q, *k;
     const float *v, *cos, *sin;
-    void *key_cache, *value_cache; /* of float, or of bf16 */
+    void *key_cache, *value_cache;     /* of float, of bf16 or of int8, by the size of an element */
+    uint16_t *key_scale, *value_scale; /* bf16 [block][kv head][block_size], of int8 */
     const int64_t *slots;
-    int64_t tokens, heads, kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16;
+    int64_t tokens, heads, kv_heads, d, half, block_size, q_stride, k_stride, v_stride, size;
 } rotary_job;
 
 /* Pairs (i, i + half) of one head, turned by the token's angles. */
@@ -138,6 +139,32 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int64_t half) {
         vstore_n(x + i, vfma(a, c, -(b * s)), n);
         vstore_n(x + half + i, vfma(b, c, a * s), n);
     }
+}
+
+/* x [d] as codes of 8 bits, ``stride`` apart; returns their scale, a bf16 number: a 127th of the largest element, rounded
+ * up. The scale of numbers that are not all finite is NaN. */
+INLINE uint16_t write_codes(int8_t *codes, int64_t stride, const float *x, int64_t d) {
+    vi top = {}; /* bits of floats >= 0 are in the order of the floats, NaN above all */
+    for (int64_t i = 0; i < d; i += W) {
+        vi bits = as_vi(vabs(vload_n(x + i, d - i < W ? (int)(d - i) : W))), more = bits > top;
+        top = (bits & more) | (top & ~more);
+    }
+    int32_t most = 0;
+    for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
+    float largest;
+    memcpy(&largest, &most, 4);
+    largest /= 127.0f;
+    uint32_t bits;
+    memcpy(&bits, &largest, 4);
+    uint16_t scale = most < 0x7f800000 ? (uint16_t)((bits + 0xffff) >> 16) : 0x7fc0;
+    const vf step = vset1(bf16_to_float(scale)), magic = vset1(12582912.0f); /* as in vexp */
+    const vi usable = step > 0.0f;
+    for (int64_t i = 0; i < d; i += W) {
+        int n = d - i < W ? (int)(d - i) : W;
+        vi code = (as_vi(vload_n(x + i, n) / step + magic) - as_vi(magic)) & usable;
+        for (int j = 0; j < n; j++) codes[(i + j) * stride] = (int8_t)code[j];
+    }
+    return scale;
 }
 
 static void rotary_item(const void *context, int64_t t) {
@@ -151,7 +178,11 @@ static void rotary_item(const void *context, int64_t t) {
         rotate(key, cos, sin, job->half);
         const float *value = job->v + t * job->v_stride + g * d;
         int64_t head = (block * job->kv_heads + g) * d * size, column = head + offset, row = head + offset * d;
-        if (job->bf16) {
+        if (job->size == 1) {
+            int64_t slot = (block * job->kv_heads + g) * size + offset;
+            job->key_scale[slot] = write_codes((int8_t *)job->key_cache + column, size, key, d);
+            job->value_scale[slot] = write_codes((int8_t *)job->value_cache + row, 1, value, d);
+        } else if (job->size == 2) {
             uint16_t *keys = job->key_cache, *values = job->value_cache;
             for (int64_t i = 0; i < d; i++) keys[column + i * size] = float_to_bf16(key[i]);
             for (int64_t i = 0; i < d; i++) values[row + i] = float_to_bf16(value[i]);
@@ -164,18 +195,19 @@ static void rotary_item(const void *context, int64_t t) {
 }
 
 /* Rotate q [T][heads][d] and k [T][kv_heads][d] in place (strides are from token to token) and write k and v
- * to their slots, rounded to nearest even if the cache is of bf16. Returns -1, or, having done nothing, the index of a
+ * to their slots: as they are if elements of the cache have a ``size`` of 4 bytes, rounded to bf16 if of 2, as codes and
+ * scales if of 1. Returns -1, or, having done nothing, the index of a
  * slot outside of the cache's ``blocks``. */
 EXPORT int64_t pb_rotary_and_cache(float *q, float *k, const float *v, const float *cos, const float *sin,
-                                   void *key_cache,
-                                   void *value_cache, const int64_t *slots, int64_t tokens, int64_t heads,
+                                   void *key_cache, void *value_cache, uint16_t *key_scale,
+                                   uint16_t *value_scale, const int64_t *slots, int64_t tokens, int64_t heads,
                                    int64_t kv_heads, int64_t d, int64_t half, int64_t block_size, int64_t blocks,
                                    int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t threads,
-                                   int64_t bf16) {
+                                   int64_t size) {
     for (int64_t t = 0; t < tokens; t++)
         if (slots[t] < 0 || slots[t] >= blocks * block_size) return t;
-    rotary_job job = {q, k, v, cos, sin, key_cache, value_cache, slots, tokens, heads,
-                      kv_heads, d, half, block_size, q_stride, k_stride, v_stride, bf16};
+    rotary_job job = {q, k, v, cos, sin, key_cache, value_cache, key_scale, value_scale, slots, tokens, heads,
+                      kv_heads, d, half, block_size, q_stride, k_stride, v_stride, size};
     int64_t work = tokens * (heads + 4 * kv_heads) * d;
     pb_parallel(rotary_item, &job, tokens, work < 8 * FLOATS_PER_ITEM ? 1 : (int)threads);
     return -1;

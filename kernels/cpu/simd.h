@@ -152,6 +152,27 @@ INLINE vf vload_bf16_n(const uint16_t *p, int n) {
     return vload_bf16(part);
 }
 
+/* W bytes, signed or not, as numbers. */
+INLINE vf vload_bytes(const char *p, int is_signed) {
+#if PB_AVX512
+    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif PB_AVX2
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+    return (vf)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#elif PB_NEON
+    uint32_t word;
+    memcpy(&word, p, 4);
+    uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(word));
+    if (!is_signed) return (vf)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+    return (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes)))));
+#else
+    vf numbers;
+    for (int i = 0; i < W; i++) numbers[i] = (float)(is_signed ? ((const int8_t *)p)[i] : ((const uint8_t *)p)[i]);
+    return numbers;
+#endif
+}
+
 /* Horizontal sum and maximum, always by the same tree. */
 INLINE float vsum(vf v) {
     float a[W];

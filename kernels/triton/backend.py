@@ -185,6 +185,8 @@ class TritonKernels(Kernels):
             self._launch.copy_blocks(caches, pairs)
 
     def _empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        if dtype not in _DTYPES:
+            raise ValueError(f"keys and values are kept in {', '.join(_DTYPES)} here, got {dtype!r}")
         return torch.empty(shape, dtype=tensor_dtype(dtype), device=self.torch_device)
 
     # --- beyond the contract: what only a device runner asks for --------------------------------------------------

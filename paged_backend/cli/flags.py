@@ -77,7 +77,7 @@ ENGINE: Mapping[str, Flag] = {
         "Of activations, where the CPU multiplies fewer bits faster: highest, high (16 bits), medium (bf16; 8 bits).",
     ),
     "kv_cache_dtype": Flag(
-        str, "Keys and values in float32, bfloat16, float16; auto: bfloat16 with quantization."
+        str, "Keys and values in float32, bfloat16, int8, float16 (GPU); auto: bfloat16 with quantization."
     ),
     "max_model_len": Flag(int, "Longest prompt + answer in tokens. Default: the model's context."),
     "block_size": Flag(int, "Tokens per KV block."),

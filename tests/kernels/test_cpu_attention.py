@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from caches import poisoned_cache
 from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs
-from paged_backend.kernels.kv_cache import LayerCache
+from paged_backend.kernels.kv_cache import quantize
+from paged_backend.kernels.tensor import as_tensor
 
 
 class Case:
@@ -28,16 +30,25 @@ class Case:
         total = sum(counts) + 1
         ids = torch.randperm(total - 1) + 1
         self.blocks = list(ids.split(counts))
-        self.k = [torch.randn(c, kv_heads, dim).to(dtype) for c in contexts]
-        self.v = [torch.randn(c, kv_heads, dim).to(dtype) for c in contexts]
-        self.cache = LayerCache(
-            torch.full((total, kv_heads, dim, size), float("nan"), dtype=dtype),
-            torch.full((total, kv_heads, size, dim), float("nan"), dtype=dtype),
-        )
+        self.k = [torch.randn(c, kv_heads, dim) for c in contexts]
+        self.v = [torch.randn(c, kv_heads, dim) for c in contexts]
+        self.cache = poisoned_cache(total, kv_heads, dim, size, dtype)
         for blocks, k, v in zip(self.blocks, self.k, self.v):
             for j in range(len(k)):
-                self.cache.key[blocks[j // size], :, :, j % size] = k[j]
-                self.cache.value[blocks[j // size], :, j % size] = v[j]
+                block, offset = blocks[j // size], j % size
+                self.cache.key[block, :, :, offset], k[j] = self.kept(k[j], "key_scale", block, offset)
+                self.cache.value[block, :, offset], v[j] = self.kept(v[j], "value_scale", block, offset)
+
+    def kept(
+        self, x: torch.Tensor, scales: str, block: torch.Tensor, offset: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache holds for x [G, D], and what that stands for; writes the scale, where there is one."""
+        if self.cache.key_scale is None:
+            codes = x.to(self.cache.key.dtype)
+            return codes, codes.float()
+        codes, scale = map(as_tensor, quantize(x.numpy()))
+        getattr(self.cache, scales)[block, :, offset] = scale
+        return codes, codes * scale.float()[:, None]
 
     def run(
         self,
@@ -106,6 +117,8 @@ class Case:
         ("all", torch.float32),
         ("plain", torch.bfloat16),
         ("all", torch.bfloat16),
+        ("plain", torch.int8),
+        ("all", torch.int8),
     ],
 )
 def test_attention_equals_dense(
@@ -137,6 +150,9 @@ def test_attention_equals_dense(
         (64, 16, 100, torch.bfloat16),
         (80, 32, None, torch.bfloat16),
         (40, 8, None, torch.bfloat16),
+        (64, 16, 100, torch.int8),
+        (80, 32, None, torch.int8),
+        (40, 8, None, torch.int8),
     ],
 )
 def test_a_query_is_the_same_bits_in_every_chunk_batch_and_thread_count(

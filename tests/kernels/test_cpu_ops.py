@@ -128,15 +128,16 @@ def test_rotary_and_cache(
     assert cache.value.isnan().sum() == cache.value.numel() - tokens * kv_heads * dim
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copy_blocks_copies_every_layer(kernels: OnTensors, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_copy_blocks_copies_every_part_of_every_layer(kernels: OnTensors, dtype: str) -> None:
     caches = kernels.empty_cache(3, 6, 2, 8, 16, dtype)
     for cache in caches:
-        cache.key.normal_(), cache.value.normal_()
-    before = [(c.key.clone(), c.value.clone()) for c in caches]
+        for part in cache.parts:
+            part.copy_(torch.randint(-128, 128, part.shape))
+    before = [cache.map(torch.clone) for cache in caches]
     kernels.copy_blocks(caches, [(1, 4), (2, 5)])
     kernels.copy_blocks(caches, [])
-    for cache, (key, value) in zip(caches, before):
-        for now, then in ((cache.key, key), (cache.value, value)):
+    for cache, old in zip(caches, before):
+        for now, then in zip(cache.parts, old.parts, strict=True):
             assert torch.equal(now[[4, 5]], then[[1, 2]])
             assert torch.equal(now[:4], then[:4])

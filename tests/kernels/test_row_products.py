@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from caches import poisoned_cache
 from packing import pack
 from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs
-from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 from paged_backend.kernels.row_products import LANES, from_lanes, row_linear, to_lanes
 from paged_backend.kernels.triton.backend import TritonKernels
@@ -93,13 +93,14 @@ def test_every_operation_on_rows_gives_each_the_same_bits_alone(
 
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
-def test_attention_is_the_same_bits_in_every_chunk(window: int | None, sinks: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_attention_is_the_same_bits_in_every_chunk(
+    window: int | None, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> None:
     kernels, length, size = OnTensors(ReferenceKernels()), 150, 16
     blocks = torch.randperm(19)[:10].to(torch.int32) + 1
     q, key, value = (torch.randn(length, heads, 12) for heads in (4, 2, 2))
-    cache = LayerCache(
-        torch.full((20, 2, 12, size), float("nan")), torch.full((20, 2, size, 12), float("nan"))
-    )
+    cache = poisoned_cache(20, 2, 12, size, dtype)
     no_rotation = torch.empty(length, 0)
     slots = blocks[torch.arange(length) // size].long() * size + torch.arange(length) % size
     kernels.rotary_and_cache(q.clone(), key, value, no_rotation, no_rotation, cache, slots)
