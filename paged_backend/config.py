@@ -24,8 +24,8 @@ class EngineConfig:
     matmul_precision: of activations on a CPU, in torch's words. Multiplied with bfloat16 weights: ``highest`` fp32,
         ``high`` 16 bits, ``medium`` bfloat16, each faster than the one before on a matrix unit (AMX); vector units with
         bfloat16 (AVX-512 BF16) are faster with ``medium``. Multiplied with blocks of a GGUF file: 16 bits, ``medium``
-        8 bits in groups where bytes can be multiplied (VNNI, ARM's dot product). What a CPU has nothing faster for is
-        as ``highest``.
+        8 bits in groups where bytes can be multiplied (AVX2, VNNI, ARM's dot product). What a CPU has nothing faster
+        for is as ``highest``.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
         read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``int8`` (CPU)
         takes half of bfloat16's memory: codes of 8 bits with a scale per token and head. ``auto`` is float32, but

@@ -105,7 +105,7 @@ class CpuKernels(Kernels):
     with bf16 weights, in torch's words: on a matrix unit (AMX) ``highest`` is fp32 (three bf16 numbers for each),
     ``high`` 16 bits (two), ``medium`` bf16, which vector units may have as well (AVX-512 BF16). Those multiplied with
     GGML's blocks: 16 bits and a scale per 256, with ``medium`` 8 and a scale per 32 where bytes can be multiplied
-    (VNNI, ARM's dot product). Elsewhere all is as precise as ``highest``.
+    (AVX2, VNNI, ARM's dot product). Elsewhere all is as precise as ``highest``.
     """
 
     name = "c"

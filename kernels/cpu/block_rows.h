@@ -5,8 +5,8 @@
 #include "blocks.h"
 
 /* How the numbers of four consecutive k lie. PAIRS: 16 bits, the first, the third, the second, the fourth, as
- * code_pairs() has codes, with a scale for each BLOCK. BYTES: the low bytes of all, then the high ones; a number is high *
- * 256 + low, both signed. ONE_BYTE: 8 bits, with a scale for each GROUP, of which the float sums of runs are multiples. */
+ * code_pairs() has codes, with a scale for each BLOCK. BYTES: the same as two signed bytes, the low ones of all, then
+ * the high ones. ONE_BYTE: 8 bits, with a scale for each GROUP, which float sums of runs are already multiplied with. */
 enum { PAIRS, BYTES, ONE_BYTE, MODES };
 
 /* M rows of k. Per run of k with one weight scale the sum of the numbers, as a float where the format has minima, else

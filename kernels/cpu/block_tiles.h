@@ -80,8 +80,8 @@ INLINE void fetch_quad(const char *group, int64_t ahead, int q, int bits) {
     for (int i = lines * q / QUADS; i < lines * (q + 1) / QUADS; i++) __builtin_prefetch(group + ahead + i * 64);
 }
 
-/* totals [rows][LANES] += a block of some groups times codes as they are packed. What is read from the cache for a second
- * time leaves the processor without a word on what comes next: then ``ahead``, else 0, says how many bytes on that is. */
+/* totals [rows][LANES] += a block of some groups times codes as they are packed. Where these are read from the cache
+ * for a second time, no processor foresees what comes next: then ``ahead``, else 0, is how many bytes on that is. */
 INLINE void few_tile(const block_rows *x, const char *codes, int64_t ahead, int64_t groups, vi table,
                      const float *scales, const float *minima, float *totals, int rows, int kind, int mode) {
     const int run_quads = scaled_k(kind) / 4, chains = rows > 2 ? 1 : 2;
@@ -123,7 +123,8 @@ INLINE void few_tile(const block_rows *x, const char *codes, int64_t ahead, int6
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
+            for (int v = 0; v < TILE_COLUMNS; v++)
+                add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
     }
 }
 
@@ -164,7 +165,8 @@ INLINE void wide_tile(const block_rows *x, const char *wide, int64_t runs, int r
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_COLUMNS; v++) add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
+            for (int v = 0; v < TILE_COLUMNS; v++)
+                add_block(totals + r * LANES + (first + v) * W, sums[r][v], x, r, mode);
     }
 }
 
@@ -184,7 +186,8 @@ INLINE void widen_codes(char *wide, const char *codes, int64_t groups, vi table,
 
 /* One function for each kind of codes and number of rows: a few rows with codes as packed, widening, and rows by wide
  * codes. */
-typedef void few_function(const block_rows *, const char *, int64_t, int64_t, vi, const float *, const float *, float *);
+typedef void few_function(const block_rows *, const char *, int64_t, int64_t, vi, const float *, const float *,
+                          float *);
 typedef void widen_function(char *, const char *, int64_t, vi);
 typedef void wide_function(const block_rows *, const char *, int64_t, int, const float *, const float *, float *);
 #define EACH_KIND(X, mode) \
@@ -195,8 +198,10 @@ typedef void wide_function(const block_rows *, const char *, int64_t, int, const
                                              vi table, const float *scales, const float *minima, float *totals) { \
         few_tile(x, codes, ahead, groups, table, scales, minima, totals, rows, kind, mode); \
     }
-#define FEW_TILES(kind, mode) FEW_TILE(kind, mode, 1) FEW_TILE(kind, mode, 2) FEW_TILE(kind, mode, 3) FEW_TILE(kind, mode, 4)
-#define FEW_ENTRY(kind, mode) {few_##kind##_##mode##_1, few_##kind##_##mode##_2, few_##kind##_##mode##_3, few_##kind##_##mode##_4},
+#define FEW_TILES(kind, mode) \
+    FEW_TILE(kind, mode, 1) FEW_TILE(kind, mode, 2) FEW_TILE(kind, mode, 3) FEW_TILE(kind, mode, 4)
+#define FEW_ENTRY(kind, mode) \
+    {few_##kind##_##mode##_1, few_##kind##_##mode##_2, few_##kind##_##mode##_3, few_##kind##_##mode##_4},
 #define WIDEN(kind, mode) \
     static void widen_##kind##_##mode(char *wide, const char *codes, int64_t groups, vi table) { \
         widen_codes(wide, codes, groups, table, kind, mode); \
@@ -218,30 +223,35 @@ EACH_KIND(WIDEN, PAIRS)
 EACH_ROWS(WIDE_TILE, PAIRS)
 #if PB_BYTE_DOT
 EACH_KIND(FEW_TILES, BYTES)
+#else
+EACH_KIND(FEW_TILES, PAIRS)
+#endif
+#if PB_ANY_BYTE_DOT
 EACH_KIND(FEW_TILES, ONE_BYTE)
 EACH_KIND(WIDEN, ONE_BYTE)
 EACH_ROWS(WIDE_TILE, ONE_BYTE)
-#else
-EACH_KIND(FEW_TILES, PAIRS)
 #endif
 
 /* By mode of the numbers. */
 static few_function *const few_tiles[MODES][CODE_KINDS][FEW_ROWS] = {
 #if PB_BYTE_DOT
-    [BYTES] = {EACH_KIND(FEW_ENTRY, BYTES)}, [ONE_BYTE] = {EACH_KIND(FEW_ENTRY, ONE_BYTE)},
+    [BYTES] = {EACH_KIND(FEW_ENTRY, BYTES)},
 #else
     [PAIRS] = {EACH_KIND(FEW_ENTRY, PAIRS)},
+#endif
+#if PB_ANY_BYTE_DOT
+    [ONE_BYTE] = {EACH_KIND(FEW_ENTRY, ONE_BYTE)},
 #endif
 };
 static widen_function *const widen[MODES][CODE_KINDS] = {
     [PAIRS] = {EACH_KIND(WIDEN_ENTRY, PAIRS)},
-#if PB_BYTE_DOT
+#if PB_ANY_BYTE_DOT
     [ONE_BYTE] = {EACH_KIND(WIDEN_ENTRY, ONE_BYTE)},
 #endif
 };
 static wide_function *const wide_tiles[MODES][TILE_ROWS] = {
     [PAIRS] = {EACH_ROWS(WIDE_ENTRY, PAIRS)},
-#if PB_BYTE_DOT
+#if PB_ANY_BYTE_DOT
     [ONE_BYTE] = {EACH_ROWS(WIDE_ENTRY, ONE_BYTE)},
 #endif
 };

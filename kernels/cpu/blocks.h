@@ -3,7 +3,7 @@
  * A weight is (code - offset) * scale, or code * scale + minimum. Codes are unsigned; a format whose codes are not, or
  * stand for the numbers of a table, has them moved up by its offset. Scales and minima are of 16 or 32 consecutive k.
  *
- * Panels of LANES outputs, one after the other. A panel is blocks of BLOCK k (the last may have fewer, in whole GROUPs).
+ * Panels of LANES outputs, one after the other. A panel is blocks of BLOCK k; the last may have fewer, in whole GROUPs.
  * A block is its scales, then its codes:
  *   scales: what the format has in a block, LANES of each beside each other, padded to whole lines;
  *   codes: per GROUP as many lines as a code has bits. A line has 4 bytes of every lane; with code_quad() it gives four
@@ -45,7 +45,8 @@ typedef struct {
 const block_format *pb_block_format(int64_t id);
 
 INLINE int code_bits(int codes) {
-    return codes == CODES_2 ? 2 : codes == CODES_3 ? 3 : codes <= CODES_TABLE ? 4 : codes == CODES_5 ? 5 : codes == CODES_6 ? 6 : 8;
+    if (codes <= CODES_TABLE) return codes == CODES_2 ? 2 : codes == CODES_3 ? 3 : 4;
+    return codes == CODES_5 ? 5 : codes == CODES_6 ? 6 : 8;
 }
 INLINE int scaled_k(int codes) { return codes <= CODES_3 || codes == CODES_6 ? 16 : 32; }
 /* Whether codes are more than 7 bits: these have the offset 128. */

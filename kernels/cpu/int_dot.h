@@ -36,10 +36,14 @@ INLINE vi pair_of(const int16_t *p) {
     return as_vi(vset1(pair.lane));
 }
 
-/* Products of four bytes: the first ones are codes, 0 .. 255, or where PB_SIGNED_CODES is set -128 .. 127. */
+/* Products of four bytes, of which the first ones are codes: of CODE_BITS and unsigned, or signed where PB_SIGNED_CODES
+ * is set. PB_BYTE_DOT: in one instruction, so that two of them are as fast as the product of pairs. PB_ANY_BYTE_DOT: in
+ * several, of which one is still faster than that. */
 #if (PB_AVX512 && defined(__AVX512VNNI__)) || (PB_AVX2 && defined(__AVXVNNI__))
 #define PB_BYTE_DOT 1
+#define PB_ANY_BYTE_DOT 1
 #define PB_SIGNED_CODES 0
+#define CODE_BITS 8
 /* codes [4] . numbers [4], added to 32-bit sums. */
 INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
 #if PB_AVX512
@@ -48,15 +52,28 @@ INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)numbers);
 #endif
 }
+#elif PB_AVX2
+#define PB_BYTE_DOT 0
+#define PB_ANY_BYTE_DOT 1
+#define PB_SIGNED_CODES 0
+#define CODE_BITS 7 /* the sum of two products has 16 bits */
+INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)numbers);
+    return vdot(acc, (vi)pairs, (vi)_mm256_set1_epi16(1));
+}
 #elif PB_NEON && defined(__ARM_FEATURE_DOTPROD)
 #define PB_BYTE_DOT 1
+#define PB_ANY_BYTE_DOT 1
 #define PB_SIGNED_CODES 1
+#define CODE_BITS 8
 INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) {
     return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)codes, (int8x16_t)numbers);
 }
 #else
 #define PB_BYTE_DOT 0
+#define PB_ANY_BYTE_DOT 0
 #define PB_SIGNED_CODES 0
+#define CODE_BITS 8
 INLINE vi vdot_bytes(vi acc, vi codes, vi numbers) { return (void)codes, (void)numbers, acc; } /* to be compiled only */
 #endif
 

@@ -1,15 +1,16 @@
-/* Linear layers on weights in GGML's block formats, which stay as they are: codes are multiplied, not what they stand for.
+/* Linear layers on weights in GGML's block formats as they are: codes are multiplied, not what they stand for.
  *
- * Activations have 16 bits and one scale per BLOCK of a row, or 8 bits and one per GROUP where bytes can be multiplied. What an output's sum
- * is made of is the same in all tiles (block_tiles.h), so a row's result depends on nothing but the row. A few rows take
- * codes apart in registers; for more, a block of a panel is widened in the cache, where all of them use it.
+ * Activations have 16 bits and one scale per BLOCK of a row, or 8 bits and one per GROUP where bytes can be multiplied.
+ * What an output's sum is made of is the same in all tiles (block_tiles.h), so a row's result depends on nothing but
+ * the row. A few rows take codes apart in registers; for more, a block of a panel is widened in the cache, where all of
+ * them use it.
  */
 #include "block_tiles.h"
 #include "threads.h"
 
 enum {
     FEW_TILES = 3,    /* the most tiles that take codes apart; for more rows codes are widened */
-    FEW_ONLY = PB_SIGNED_CODES, /* ARM multiplies more bytes than pairs in an instruction, also if all are taken apart */
+    FEW_ONLY = PB_SIGNED_CODES, /* ARM's instructions multiply so many more bytes than pairs that nothing is widened */
     ROW_BLOCK = 20 * TILE_ROWS,
     MOST_PANELS = 4,  /* panels of an item, which take their turns at a block's activations */
     ITEMS_PER_THREAD = 4,
@@ -109,13 +110,13 @@ static void blocks_item(const void *context, int64_t item) {
     for (int64_t p = 0; p < panels; p++) store_outputs(l, panel + p, first, rows, totals + p * rows * LANES);
 }
 
-/* out [M, N] = x [M, K] @ W.T + bias [N] (or NULL), W as pb_pack_blocks() leaves it. bits: of an activation, 16 or, which
- * not every processor has a use for, 8. */
+/* out [M, N] = x [M, K] @ W.T + bias [N] (or NULL), W as pb_pack_blocks() leaves it. bits: of an activation, 16 or, for
+ * which not every processor has a use, 8. */
 EXPORT void pb_linear_blocks(const float *x, const void *weights, const float *bias, float *out, int64_t m, int64_t n,
                              int64_t k, int64_t format, int64_t bits, int64_t threads) {
     blocks_job job = {.linear = {x, weights, bias, out, m, n, k, (int)threads}, .format = pb_block_format(format)};
     if (m * n * k < SMALL_WORK) job.linear.threads = 1;
-    const int one_byte = bits == 8 && PB_BYTE_DOT;
+    const int one_byte = bits == 8 && PB_ANY_BYTE_DOT && (CODE_BITS == 8 || !any_byte(job.format->codes));
     job.few = m <= FEW_ROWS * FEW_TILES || (FEW_ONLY && !one_byte);
     job.mode = one_byte ? ONE_BYTE : job.few ? FEW_MODE : PAIRS;
     job.panels = 1;
