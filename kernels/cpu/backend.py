@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.blocks import BlockLinear, JoinedLinear, format_of, pack_blocks
 from paged_backend.kernels.cpu.build import KernelBuildError, build
 from paged_backend.kernels.cpu.cores import default_threads, usable_cores
+from paged_backend.kernels.cpu.lowering import AroundLinear, Lowered, runs
 from paged_backend.kernels.cpu.targets import WITHOUT_MATRIX_UNIT
 from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.weights import GGMLBlocks, Weight, rows, to_dense
@@ -133,16 +133,26 @@ class CpuKernels(Kernels):
             return self._pack_dense(weights, bias, dtype)
         parts: list[PackedLinear] = []
         first = 0
-        for kind, group in groupby(weights, partial(format_of, self._lib)):
-            same: list[Any] = list(group)
-            stop = first + sum(map(len, same))
+        for kind, run in runs(weights, partial(format_of, self._lib)):
+            stop = first + sum(len(part.weight) for part in run)
             of_part = None if bias is None else bias[first:stop]
-            if kind is None:
-                parts.append(self._pack_dense(same, of_part, dtype))
-            else:
-                parts.append(pack_blocks(self._lib, same, of_part, self._arena, self.threads))
+            parts.append(self._pack_run(kind, run, of_part))
             first = stop
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _pack_run(self, kind: int | None, run: Sequence[Lowered], bias: Array | None) -> PackedLinear:
+        """Weights of one format, whose inputs and outputs are treated alike."""
+        same: list[Any] = [part.weight for part in run]
+        order, multiplied = run[0].order, [part.scales for part in run if part.scales is not None]
+        inner_bias = None if multiplied else bias
+        if kind is None:
+            inner: PackedLinear = self._pack_dense(same, inner_bias, "auto")
+        else:
+            inner = pack_blocks(self._lib, same, inner_bias, self._arena, self.threads)
+        if order is None and not multiplied:
+            return inner
+        scales = np.concatenate(multiplied) if multiplied else None
+        return AroundLinear(inner, order, scales, bias if multiplied else None)
 
     def _pack_dense(self, weights: Sequence[Weight], bias: Array | None, dtype: str) -> CpuLinear:
         if dtype == "auto":
@@ -180,6 +190,8 @@ class CpuKernels(Kernels):
         x = check.contiguous("x", x)
         if type(weight) is JoinedLinear:
             return np.concatenate([self.linear(x, part) for part in weight.parts], axis=1)
+        if type(weight) is AroundLinear:
+            return weight.finish(self.linear(weight.inputs(x), weight.inner))
         packed = _own(weight)
         shape = x.shape
         if len(shape) != 2 or shape[1] != packed.in_features:
@@ -207,6 +219,8 @@ class CpuKernels(Kernels):
         return scores
 
     def embedding(self, ids: Array, table: PackedLinear) -> Array:
+        if type(table) is AroundLinear:
+            return table.finish_rows(self.embedding(ids, table.inner), ids)
         packed = _own(table)
         pointer, count = check.whole_numbers("ids", ids), ids.size
         out = np.empty((count, packed.in_features), np.float32)

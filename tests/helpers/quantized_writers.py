@@ -70,7 +70,7 @@ def gptq(bits: int, group: int, symmetric: bool, plain_zeros: bool, act_order: b
         index = np.arange(k) // size
         if act_order:
             index = random.permutation(index)
-        scale = scales(random, n, k // size)
+        scale = scales(random, n, k // size) / 2 ** max(0, bits - 4)
         stored = zeros if plain_zeros else (zeros - 1) % 2**bits
         tensors = {
             "qweight": int32([words(row, bits) for row in codes]).T.contiguous(),
@@ -107,7 +107,7 @@ def packed(bits: int, group: int, symmetric: bool, whole: bool = True, act_order
         index = np.arange(k) // size
         if act_order:
             index = random.permutation(index)
-        scale = scales(random, n, k // size, dtype=torch.bfloat16)
+        scale = scales(random, n, k // size, dtype=torch.bfloat16) / 2 ** max(0, bits - 4)
         per_word = 32 // bits if whole else None
         tensors = {
             "weight_packed": int32([words(row.tolist(), bits, per_word) for row in codes]),

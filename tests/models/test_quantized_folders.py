@@ -93,8 +93,9 @@ def test_values_and_logits_are_those_of_the_layout(name, write):
     prompt = list(range(3, 40))
     with torch.inference_mode():
         expected_logits = module(torch.tensor([prompt])).logits[0]
-    limit = 2e-5 * float(expected_logits.abs().max())
-    for kernels in (ReferenceKernels(), CpuKernels(threads=1)):
+    largest = float(expected_logits.abs().max())
+    # on blocks, activations have 16 bits
+    for kernels, limit in ((ReferenceKernels(), 2e-5 * largest), (CpuKernels(threads=1), 1e-3 * largest)):
         model = PagedModel(load_model(EngineConfig(str(folder)), kernels))
         got = model.logits(prompt, [30, 7])
         assert (got - expected_logits).abs().max() < limit, kernels.name
