@@ -9,11 +9,9 @@
 #include "threads.h"
 
 enum {
-    FEW_TILES = 3,    /* the most tiles that take codes apart; for more rows codes are widened */
+    FEW_TILES = 6,              /* the most tiles that take codes apart; for more rows codes are widened */
     FEW_ONLY = PB_SIGNED_CODES, /* ARM's instructions multiply so many more bytes than pairs that nothing is widened */
     ROW_BLOCK = 20 * TILE_ROWS,
-    MOST_PANELS = 4,  /* panels of an item, which take their turns at a block's activations */
-    ITEMS_PER_THREAD = 4,
     SMALL_WORK = 100 * 1000,
 };
 
@@ -21,7 +19,6 @@ typedef struct {
     linear_job linear;
     const block_format *format;
     block_rows rows;
-    int64_t panels; /* of an item */
     int mode, few;
 } blocks_job;
 
@@ -37,31 +34,24 @@ INLINE void fetch_part(const char *next, int64_t bytes, int64_t part, int64_t pa
         __builtin_prefetch(next + i * 64);
 }
 
-/* totals [panels][rows][LANES] += one block of some panels, ``step`` bytes apart, times rows from ``first`` on. */
-static void many_rows(const blocks_job *job, wide_block *wide, const char *w, int64_t step, int64_t panels,
-                      int64_t block, int64_t groups, int64_t first, int64_t rows, float *totals) {
+/* totals [rows][LANES] += one block of a panel times rows from ``first`` on. */
+static void many_rows(const blocks_job *job, wide_block *wide, const char *w, int64_t block, int64_t groups,
+                      int64_t first, int64_t rows, float *totals) {
     const block_format *f = job->format;
     const int64_t tiles = ceil_div(rows, TILE_ROWS), bytes = block_bytes(f, groups);
     const int run_k = scaled_k(f->codes);
-    const vi table = load_table(f->table);
-    for (int64_t p = 0; p < panels; p++) {
-        const char *from = w + p * step;
-        pb_block_scales(f, from, groups, wide[p].scales, wide[p].minima);
-        widen[job->mode][f->codes](wide[p].codes, from + block_head(f, groups), groups, table);
-    }
+    pb_block_scales(f, w, groups, wide->scales, wide->minima);
+    widen[job->mode][f->codes](wide->codes, w + block_head(f, groups), groups, load_table(f->table));
     for (int64_t i = 0; i < tiles; i++) {
         int64_t from = rows * i / tiles, to = rows * (i + 1) / tiles;
         block_rows x = rows_from(&job->rows, f, job->mode, first + from, block);
-        wide_function *tile = wide_tiles[job->mode][to - from - 1];
-        for (int64_t p = 0; p < panels; p++) {
-            fetch_part(w + bytes + p * step, bytes, i, tiles);
-            tile(&x, wide[p].codes, groups * GROUP_K / run_k, run_k, wide[p].scales,
-                 has_minima(f) ? wide[p].minima : NULL, totals + (p * rows + from) * LANES);
-        }
+        fetch_part(w + bytes, bytes, i, tiles);
+        wide_tiles[job->mode][to - from - 1](&x, wide->codes, groups * GROUP_K / run_k, run_k, wide->scales,
+                                             has_minima(f) ? wide->minima : NULL, totals + from * LANES);
     }
 }
 
-/* totals [rows][LANES] += one block of a panel times rows from ``first`` on. */
+/* The same without widening. */
 static void few_rows(const blocks_job *job, const char *w, int64_t block, int64_t groups, int64_t first, int64_t rows,
                      float *totals) {
     const block_format *f = job->format;
@@ -89,25 +79,24 @@ static void store_outputs(const linear_job *l, int64_t panel, int64_t first, int
         }
 }
 
-/* Item: a block of rows by a few panels. */
+/* Item: a block of rows by a panel. */
 static void blocks_item(const void *context, int64_t item) {
     const blocks_job *job = context;
     const linear_job *l = &job->linear;
     const block_format *f = job->format;
-    int64_t all = block_panels(l->n), turns = ceil_div(all, job->panels), panel = item % turns * job->panels;
-    int64_t panels = all - panel < job->panels ? all - panel : job->panels, first = item / turns * ROW_BLOCK;
-    int64_t rows = l->m - first < ROW_BLOCK ? l->m - first : ROW_BLOCK, step = blocks_panel_bytes(f, l->k);
-    const char *w = (const char *)l->weights + panel * step;
-    _Alignas(64) float totals[MOST_PANELS * ROW_BLOCK * LANES];
-    wide_block *wide = job->few ? NULL : pb_thread_memory(ITEM_MEMORY, MOST_PANELS * sizeof *wide);
-    memset(totals, 0, sizeof(float) * (size_t)(panels * rows * LANES));
+    int64_t panels = block_panels(l->n), panel = item % panels, first = item / panels * ROW_BLOCK;
+    int64_t rows = l->m - first < ROW_BLOCK ? l->m - first : ROW_BLOCK;
+    const char *w = (const char *)l->weights + panel * blocks_panel_bytes(f, l->k);
+    _Alignas(64) float totals[ROW_BLOCK * LANES];
+    wide_block *wide = job->few ? NULL : pb_thread_memory(ITEM_MEMORY, sizeof *wide);
+    memset(totals, 0, sizeof(float) * (size_t)(rows * LANES));
     for (int64_t block = 0; block * BLOCK < l->k; block++) {
         int64_t rest = (l->k - block * BLOCK) / GROUP_K, groups = rest < BLOCK_GROUPS ? rest : BLOCK_GROUPS;
         if (job->few) few_rows(job, w, block, groups, first, rows, totals);
-        else many_rows(job, wide, w, step, panels, block, groups, first, rows, totals);
+        else many_rows(job, wide, w, block, groups, first, rows, totals);
         w += block_bytes(f, groups);
     }
-    for (int64_t p = 0; p < panels; p++) store_outputs(l, panel + p, first, rows, totals + p * rows * LANES);
+    store_outputs(l, panel, first, rows, totals);
 }
 
 /* out [M, N] = x [M, K] @ W.T + bias [N] (or NULL), W as pb_pack_blocks() leaves it. bits: of an activation, 16 or, for
@@ -119,10 +108,6 @@ EXPORT void pb_linear_blocks(const float *x, const void *weights, const float *b
     const int one_byte = bits == 8 && PB_ANY_BYTE_DOT && (CODE_BITS == 8 || !any_byte(job.format->codes));
     job.few = m <= FEW_ROWS * FEW_TILES || (FEW_ONLY && !one_byte);
     job.mode = one_byte ? ONE_BYTE : job.few ? FEW_MODE : PAIRS;
-    job.panels = 1;
-    while (!job.few && job.panels < MOST_PANELS &&
-           ceil_div(block_panels(n), 2 * job.panels) * ceil_div(m, ROW_BLOCK) >= ITEMS_PER_THREAD * job.linear.threads)
-        job.panels *= 2;
     job.rows = pb_block_rows(&job.linear, job.format, job.mode);
-    pb_parallel(blocks_item, &job, ceil_div(m, ROW_BLOCK) * ceil_div(block_panels(n), job.panels), job.linear.threads);
+    pb_parallel(blocks_item, &job, ceil_div(m, ROW_BLOCK) * block_panels(n), job.linear.threads);
 }
