@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paged_backend.checkpoints.checks import check_layers
 from paged_backend.checkpoints.gguf_metadata import GGUFFile
 from paged_backend.errors import ModelLoadError, UnsupportedModelError
 from paged_backend.kernels.ggml import dequantize
@@ -105,6 +106,7 @@ def build_config(files: Sequence[GGUFFile]) -> dict[str, Any]:
         or (rotary if architecture in ("llama", "mistral") else 0)
         or max(1, hidden // heads)
     )
+    check_layers(keys.count("block_count"), len(tensors), f"{architecture}.block_count")
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
+from paged_backend.checkpoints.checks import check_generation_config
 from paged_backend.checkpoints.mapped_file import drop_pages, map_file
 from paged_backend.checkpoints.quantized.methods import read_quantized, split_config
 from paged_backend.checkpoints.quantized.parts import Stored
@@ -81,7 +82,9 @@ def _read_configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None,
     if settings is None and (path / OLD_SETTINGS).exists():
         settings = {"quant_method": "gptq", **_read_json(path / OLD_SETTINGS, "")}
     generation = path / "generation_config.json"
-    return config, settings, _read_json(generation, "") if generation.exists() else {}
+    defaults = _read_json(generation, "") if generation.exists() else {}
+    check_generation_config(defaults, str(generation))
+    return config, settings, defaults
 
 
 def _shards(path: Path) -> dict[str, list[str]]:

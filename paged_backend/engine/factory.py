@@ -39,7 +39,12 @@ def build_engine(config: EngineConfig) -> Engine:
     checkpoint = load_checkpoint(resolve_model(config.model))
     with ThreadPoolExecutor(1, "paged_backend-tokenizer") as beside:  # weights are packed in C meanwhile
         tokenizer = beside.submit(_tokenizer, config, checkpoint)
-        model = build_model(config, kernels, checkpoint)
+
+        def tokenizer_is_good() -> None:  # so far: a model of many gigabytes is not packed before it is told
+            if tokenizer.done():
+                tokenizer.result()
+
+        model = build_model(config, kernels, checkpoint, on_packed=tokenizer_is_good)
         return start_engine(config, kernels, model, tokenizer.result())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paged_backend.checkpoints.checkpoint import Checkpoint
+from paged_backend.checkpoints.checks import check_layers
 from paged_backend.checkpoints.loading import load_checkpoint
 from paged_backend.checkpoints.resolve import resolve_model
 from paged_backend.config import EngineConfig
@@ -51,9 +53,18 @@ def load_model(config: EngineConfig, kernels: Kernels) -> LoadedModel:
 
 
 def build_model(
-    config: EngineConfig, kernels: Kernels, checkpoint: Checkpoint, through_transformers: bool = True
+    config: EngineConfig,
+    kernels: Kernels,
+    checkpoint: Checkpoint,
+    through_transformers: bool = True,
+    on_packed: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """:func:`load_model` for a checkpoint that is open already; only natively without ``through_transformers``."""
+    """:func:`load_model` for a checkpoint that is open already; only natively without ``through_transformers``.
+
+    on_packed: called now and then while weights are packed; what it raises ends the loading.
+    """
+    layers = checkpoint.config.get("num_hidden_layers")
+    check_layers(layers, len(checkpoint.shapes), f"num_hidden_layers of {checkpoint.path}")
     try:
         spec = spec_from_config(checkpoint.config)
     except UnsupportedModelError as refusal:
@@ -63,7 +74,12 @@ def build_model(
     spec, weights = fit(checkpoint, spec)
     max_model_len = _context(config, spec, checkpoint)
     stored = config.quantization or config.dtype
-    decoder = Decoder(spec, weights, kernels, stored, max_model_len, checkpoint.drop_pages)
+
+    def packed() -> None:
+        checkpoint.drop_pages()
+        on_packed()
+
+    decoder = Decoder(spec, weights, kernels, stored, max_model_len, packed)
     return _loaded(config, decoder, checkpoint, max_model_len)
 
 

@@ -102,18 +102,37 @@ def _from_json(folder: Path) -> FolderTokenizer:
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for source in (_json(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
-        if isinstance(source, str):
-            found["default"] = source
-        elif isinstance(source, Mapping):
-            found.update(source)
-        elif isinstance(source, list):
-            found.update({entry["name"]: entry["template"] for entry in source})
+    own = folder / "chat_template.json"
+    for file, source in (
+        (own, _json(own).get("chat_template")),
+        (folder / "tokenizer_config.json", config.get("chat_template")),
+    ):
+        found.update(_named_templates(source, file))
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text("utf-8")
+        found["default"] = _template_file(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text("utf-8")
+        found[file.stem] = _template_file(file)
     return found
+
+
+def _named_templates(source: Any, file: Path) -> dict[str, str]:
+    """``chat_template`` in its three forms: a text, texts by name, a list of names and texts."""
+    if source is None:
+        return {}
+    if isinstance(source, str):
+        return {"default": source}
+    if isinstance(source, list) and all(isinstance(entry, Mapping) for entry in source):
+        source = {entry.get("name"): entry.get("template") for entry in source}
+    if isinstance(source, Mapping) and all(isinstance(x, str) for pair in source.items() for x in pair):
+        return dict(source)
+    raise ModelLoadError(f"{file}: chat_template must be a text, or texts with a name each (name, template)")
+
+
+def _template_file(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{file} is not UTF-8 text ({error})") from error
 
 
 def _content(token: Any) -> str:

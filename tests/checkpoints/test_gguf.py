@@ -630,3 +630,9 @@ def test_the_demo_tensors_equal_those_transformers_reads(demo):
         assert torch.equal(as_tensor(source()), expected[name]), name
     same = set(loaded["config"]) & set(demo.config) - {"rms_norm_eps"}
     assert {key: demo.config[key] for key in same} == {key: loaded["config"][key] for key in same}
+
+
+def test_a_damaged_number_of_layers_is_told_before_anything_is_built_for_them(tmp_path):
+    write_minimal(tmp_path / "m.gguf", block_count=10**9)
+    with pytest.raises(ModelLoadError, match=r"m\.gguf: llama\.block_count asks for 1000000000 layers"):
+        load_gguf(tmp_path / "m.gguf")

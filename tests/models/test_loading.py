@@ -487,3 +487,26 @@ def test_a_file_takes_no_memory_once_its_weights_are_packed(made: str, tmp_path:
     kilobytes = [int(line) for line in done.stdout.split()]
     assert kilobytes
     assert max(kilobytes) < 3000, "the file of the demo has 96,000, that of the other model 14,000"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [2, "3"]}, "eos_token_id must be a token id"),
+        ({"top_p": 1.5}, "top_p must be"),
+        ({"temperature": "warm"}, "temperature must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be"),
+    ],
+)
+def test_defaults_that_nothing_can_be_sampled_with_name_their_file(folder, said, told):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {told}"):
+        load_checkpoint(folder)
+
+
+def test_a_damaged_number_of_layers_is_told_before_anything_is_built_for_them(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(ModelLoadError, match="asks for 1000000000 layers, but there are only 21 tensors"):
+        load(folder)

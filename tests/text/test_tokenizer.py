@@ -676,3 +676,32 @@ def test_the_demo_tokenizer_equals_transformers(demo):
         assert demo.encode_chat(chat, split_special_tokens=False) == theirs.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ["a text"],
+        [{"name": "default"}],
+        [{"template": "t"}],
+        [{"name": 1, "template": "t"}],
+        {"default": 3},
+        7,
+    ],
+)
+def test_a_chat_template_of_no_known_form_names_its_file(folder, template):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    with pytest.raises(
+        ModelLoadError, match=r"tokenizer_config\.json: chat_template must be a text, or texts"
+    ):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_a_chat_template_that_is_not_utf_8_names_its_file(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ModelLoadError, match=rf"{name} is not UTF-8 text"):
+        load_tokenizer(str(folder))
