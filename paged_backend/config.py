@@ -27,7 +27,7 @@ class EngineConfig:
         8 bits in groups where bytes can be multiplied (AVX2, VNNI, ARM's dot product). What a CPU has nothing faster
         for is as ``highest``.
     kv_cache_dtype: how keys and values are kept: ``float32``, or ``bfloat16``, which takes half the memory and is
-        read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``int8`` (CPU)
+        read in half the time by long contexts; rounded to nearest even when written, math stays fp32. ``int8``
         takes half of bfloat16's memory: codes of 8 bits with a scale per token and head. ``auto`` is float32, but
         bfloat16 with ``quantization``, which is less precise than that already; on a GPU it is what activations are.
     max_model_len: longest prompt + output in tokens; None takes the model's context.
@@ -92,10 +92,6 @@ class EngineConfig:
                 "in the C kernels: leave dtype at 'auto' or 'bfloat16', and quantization, kernels and device alone"
             )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
-        if self.kv_cache_dtype == "int8" and self.through_triton:
-            raise ValueError(
-                "kv_cache_dtype='int8' needs the CPU kernels: leave it at 'auto' on a GPU, or use 'bfloat16'"
-            )
         for name in ("max_model_len", "num_blocks", "kv_cache_memory", "threads", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))

@@ -23,14 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_backend.kernels.base import AttentionInputs
-from paged_backend.kernels.kv_cache import LayerCache
+from paged_backend.kernels.kv_cache import CacheSpec, LayerCache
+from paged_backend.kernels.tensor import tensor_dtype
 from paged_backend.kernels.triton import quantize
 from paged_backend.kernels.triton.launch import AttentionPlan, Launcher
 from paged_backend.kernels.triton.penalties import Penalties
 
 _NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
-    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8", torch.int16: "i16", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
@@ -178,6 +179,12 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def _cache(blocks: int, groups: int, dim: int, dtype: torch.dtype) -> LayerCache:
+    name = str(dtype).removeprefix("torch.")
+    parts = CacheSpec(1, groups, dim, 16, name).parts
+    return LayerCache(*(_empty(blocks, *part.shape, dtype=tensor_dtype(part.dtype)) for part in parts))
+
+
 def _attention(
     dtype: torch.dtype, kv: torch.dtype, dim: int, group: int, **options: Any
 ) -> Callable[[Launcher], object]:
@@ -187,7 +194,7 @@ def _attention(
             _empty(9, dtype=torch.int32), _empty(8, dtype=torch.int32), _empty(8, 64, dtype=torch.int32),
             _empty(tokens, dtype=torch.int64),
         )  # fmt: skip
-        cache = LayerCache(_empty(64, groups, dim, 16, dtype=kv), _empty(64, groups, 16, dim, dtype=kv))
+        cache = _cache(64, groups, dim, kv)
         sinks = _empty(groups * group) if options.get("sinks") else None
         q = _empty(tokens, groups * group, dim, dtype=dtype)
         rest = (q, cache, 0.1, options.get("window"), options.get("softcap"), sinks)
@@ -206,6 +213,8 @@ def attention_cases(dims: Sequence[int], groups: Sequence[int] = (1, 4, 8)) -> I
         yield f"attention fp16 D{dim} group 4", _attention(half, half, dim, 4)
         yield f"attention fp32 D{dim} group 4", _attention(wide, wide, dim, 4)
         yield f"attention fp32, bf16 KV D{dim} group 4", _attention(wide, brain, dim, 4)
+        for dtype in (brain, half, wide):
+            yield f"attention {_NAMES[dtype]}, int8 KV D{dim} group 4", _attention(dtype, torch.int8, dim, 4)
         everything = {"window": 100, "softcap": 30.0, "sinks": True}
         yield (
             f"attention bf16 D{dim} group 4, window, soft cap, sinks",
@@ -225,7 +234,11 @@ def other_cases() -> Iterator[Case]:
             x = _empty(8, 2 * 14336, dtype=dtype)
             yield f"{activation}_and_mul {name}", lambda at, x=x, a=activation: at.act_and_mul(x, a)
         for heads, groups, dim, half in ((32, 8, 128, 64), (9, 3, 64, 32), (16, 8, 256, 64), (8, 4, 80, 16)):
-            yield f"rotary {name} H{heads} G{groups} D{dim}", _rotary(dtype, heads, groups, dim, half)
+            for kv in (dtype, torch.int8):
+                yield (
+                    f"rotary {name}, {_NAMES[kv]} KV H{heads} G{groups} D{dim}",
+                    _rotary(dtype, heads, groups, dim, half, kv),
+                )
         for bits in (8, 4):
             for rows in (8, 64, 256):
                 for bias in (False, True):
@@ -233,7 +246,7 @@ def other_cases() -> Iterator[Case]:
                         f"int{bits} matmul {name} {rows} rows{', bias' * bias}",
                         _matmul(dtype, bits, rows, bias),
                     )
-        cache = LayerCache(_empty(9, 8, 128, 16, dtype=dtype), _empty(9, 8, 16, 128, dtype=dtype))
+        cache = _cache(9, 8, 128, dtype)
         yield f"copy_blocks {name}", lambda at, c=cache: at.copy_blocks([c], [(1, 2)])
     one, count = _empty(8), _empty(8, dtype=torch.int32)
     for v in (128256, 49152):
@@ -255,10 +268,12 @@ def _penalties(v: int) -> Callable[[Launcher], object]:
     return run
 
 
-def _rotary(dtype: torch.dtype, heads: int, groups: int, dim: int, half: int) -> Callable[[Launcher], object]:
+def _rotary(
+    dtype: torch.dtype, heads: int, groups: int, dim: int, half: int, kv: torch.dtype
+) -> Callable[[Launcher], object]:
     def run(launcher: Launcher) -> object:
         qkv = _empty(8, heads + 2 * groups, dim, dtype=dtype)
-        cache = LayerCache(_empty(9, groups, dim, 16, dtype=dtype), _empty(9, groups, 16, dim, dtype=dtype))
+        cache = _cache(9, groups, dim, kv)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
         angles, slots = _empty(8, half), _empty(8, dtype=torch.int64)
         return launcher.rotary_and_cache(q, k, v, angles, angles, cache, slots)
@@ -285,10 +300,12 @@ def quick_cases() -> Iterator[Case]:
     yield "attention bf16 D128 group 4", _attention(brain, brain, 128, 4)
     yield "add_rms_norm bf16 4096", lambda at: at.rms_norm(x, x, weight, 1e-5)
     yield "silu_and_mul bf16", lambda at: at.act_and_mul(gates, "silu")
-    yield "rotary bf16 H32 G8 D128", _rotary(brain, 32, 8, 128, 64)
+    yield "rotary bf16 H32 G8 D128", _rotary(brain, 32, 8, 128, 64, brain)
+    yield "attention bf16, int8 KV D128 group 4", _attention(brain, torch.int8, 128, 4)
+    yield "rotary bf16, int8 KV H32 G8 D128", _rotary(brain, 32, 8, 128, 64, torch.int8)
     yield "int8 matmul bf16 8 rows", _matmul(brain, 8, 8, False)
     yield "int4 matmul bf16 8 rows", _matmul(brain, 4, 8, False)
-    cache = LayerCache(_empty(9, 8, 128, 16, dtype=brain), _empty(9, 8, 16, 128, dtype=brain))
+    cache = _cache(9, 8, 128, brain)
     yield "copy_blocks bf16", lambda at: at.copy_blocks([cache], [(1, 2)])
     logits, one, count = _empty(8, 128256), _empty(8), _empty(8, dtype=torch.int32)
     noise = _empty(8, dtype=torch.float64)

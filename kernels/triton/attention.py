@@ -56,10 +56,11 @@ def find_sequence(query_start_loc, num_seqs, program, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q, maximum, total, acc, start, low, high, position, table, key, value, scale, softcap, window,
+    q, maximum, total, acc, start, low, high, position, table, key, value, key_scale, value_scale,
+    scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys start .. start + BLOCK_N - 1 to the running (maximum, total, acc) of BLOCK_M rows.
 
@@ -89,6 +90,16 @@ def _attend_tile(
     else:
         v = tl.load(at_v, mask=in_dim[None, :], other=0.0)
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if CODES:
+        at_scale = block * (BLOCK_STRIDE // D) + offset
+        if MASKED:
+            k_scale = tl.load(key_scale + at_scale, mask=inside, other=0)
+            v_scale = tl.load(value_scale + at_scale, mask=inside, other=0)
+        else:
+            k_scale = tl.load(key_scale + at_scale)
+            v_scale = tl.load(value_scale + at_scale)
+        scores *= (k_scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)[None, :]
+        values_by = (v_scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), which saturates to +-1 by itself
         scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
@@ -105,8 +116,14 @@ def _attend_tile(
     weights = tl.math.exp2(tl.math.fma(scores, factor, -shift[:, None]))
     decay = tl.math.exp2(maximum - shift)
     total = tl.math.fma(total, decay, tl.sum(weights, 1))
+    v = v.to(q.dtype)
+    if CODES:
+        if tl.float16 == ROUND:  # in which a small weight times a small scale would be lost
+            v = v * values_by.to(ROUND).to(q.dtype)[:, None]
+        else:
+            weights *= values_by[None, :]
     weights = weights.to(ROUND).to(q.dtype)
-    acc = tl.dot(weights, v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
     return peak, total, acc
 
 
@@ -114,11 +131,13 @@ def _attend_tile(
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "most_queries", "num_segments", "workers"])
 def attention(
     q_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, sinks_ptr, query_start_loc, seq_lens, block_table,
+    key_scale, value_scale,
     num_seqs, table_stride, q_stride, most_queries, num_segments, workers, scale, softcap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr,
     MOST_SHORT: tl.constexpr, SHORT: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """Programs (S, G, workers) if SHORT, else ((T // BLOCK_Q + S) * G,); see the module for how they divide the work.
 
@@ -128,7 +147,8 @@ def attention(
     same without D, in powers of two. Otherwise: out [T, H, D], lse unused, sinks float32 [H] if HAS_SINKS; if SHORT,
     no context is longer than SEGMENT and there is one worker.
     MOST_SHORT: queries up to which a sequence is short, BLOCK_Q if SHORT. WIDE: the dtype that products are taken
-    in. ROUND: the dtype of the weights of values.
+    in. ROUND: the dtype of the weights of values. CODES: keys and values are int8 codes with scales int16 (the bits of
+    bfloat16) [blocks, G, BLOCK_SIZE]; else those are not looked at.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if SHORT:
@@ -171,6 +191,8 @@ def attention(
     table = block_table + sequence.to(tl.int64) * table_stride
     key = key_ptr + g * D * BLOCK_SIZE
     value = value_ptr + g * D * BLOCK_SIZE
+    key_scale += g * BLOCK_SIZE
+    value_scale += g * BLOCK_SIZE
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -189,8 +211,9 @@ def attention(
             segment = own + i // PER_SEGMENT * workers
             n = segment * SEGMENT + i % PER_SEGMENT * BLOCK_N
             maximum, total, acc = _attend_tile(
-                q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
-                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND,
+                q, maximum, total, acc, n, low, high, position, table, key, value, key_scale, value_scale,
+                scale, softcap, window,
+                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND, CODES,
             )  # fmt: skip
             complete = (i % PER_SEGMENT == PER_SEGMENT - 1) | (i == end - 1)
             if complete:
@@ -216,13 +239,15 @@ def attention(
             whole = (first + 1) // BLOCK_N * BLOCK_N
             for n in range(begin, whole, BLOCK_N):
                 maximum, total, acc = _attend_tile(
-                    q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
-                    D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False, ROUND,
+                    q, maximum, total, acc, n, low, high, position, table, key, value, key_scale, value_scale,
+                    scale, softcap, window,
+                    D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False, ROUND, CODES,
                 )  # fmt: skip
         for n in range(whole, high, BLOCK_N):
             maximum, total, acc = _attend_tile(
-                q, maximum, total, acc, n, low, high, position, table, key, value, scale, softcap, window,
-                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND,
+                q, maximum, total, acc, n, low, high, position, table, key, value, key_scale, value_scale,
+                scale, softcap, window,
+                D, D_PAD, BLOCK_SIZE, BLOCK_STRIDE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, True, ROUND, CODES,
             )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0) * 1.4426950408889634

@@ -180,13 +180,12 @@ class TritonKernels(Kernels):
         return self._launch.attention(plan, q, cache, scale, window, softcap, sinks)
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
-        """All pairs of all layers in one launch; no block may be both a source and a destination."""
+        """All pairs of all layers at once, in a launch for each size that parts have; no block may be both a source and
+        a destination."""
         if pairs:
             self._launch.copy_blocks(caches, pairs)
 
     def _empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        if dtype not in _DTYPES:
-            raise ValueError(f"keys and values are kept in {', '.join(_DTYPES)} here, got {dtype!r}")
         return torch.empty(shape, dtype=tensor_dtype(dtype), device=self.torch_device)
 
     # --- beyond the contract: what only a device runner asks for --------------------------------------------------

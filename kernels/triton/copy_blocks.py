@@ -1,7 +1,8 @@
 """Copying whole KV blocks in every layer at once, for copy-on-write.
 
 One program copies WORDS 4-byte words of one block of one tensor; the tensors are found through a table of their
-addresses, so that all layers take one launch. 2 * (bytes of a block over all layers) per pair, no arithmetic.
+addresses, so that all layers take one launch (a cache of codes two, as scales are of another size). 2 * (bytes of a
+block over all layers) per pair, no arithmetic.
 """
 
 from __future__ import annotations

@@ -114,9 +114,10 @@ class Launcher:
         parts = triton.cdiv(heads, at_once) + triton.cdiv(groups, at_once)
         if tokens:
             self.launch(rotary.rotary_and_cache, (tokens, parts), 
-                q, k, v, cos, sin, cache.key, cache.value, slots,
+                q, k, v, cos, sin, cache.key, cache.value, *_scales(cache), slots,
                 token_stride(q), token_stride(k), token_stride(v),
-                heads, groups, d, half, cache.block_size, at_once, pow2(half), pow2(d), num_warps=4,
+                heads, groups, d, half, cache.block_size, at_once, pow2(half), pow2(d),
+                cache.key_scale is not None, num_warps=4,
             )  # fmt: skip
 
     def attention(
@@ -138,7 +139,7 @@ class Launcher:
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
         most_short = short_rows(group) // group
-        inputs = plan.inputs
+        inputs, scales = plan.inputs, _scales(cache)
         flags = (window is not None, softcap is not None, sinks is not None)
         segments = triton.cdiv(plan.longest, SEGMENT)
         short_queries = max((n for n in plan.query_counts if n <= most_short), default=0)
@@ -159,11 +160,12 @@ class Launcher:
                 grid = (sequences, groups, workers)
             self.launch(attention_kernels.attention, grid, 
                 q, cache.key, cache.value, partial, lse, sinks if sinks is not None else lse,
-                inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
+                inputs.query_start_loc, inputs.seq_lens, inputs.block_table, *scales,
                 sequences, inputs.block_table.stride(0), token_stride(q), short_queries, segments, workers,
                 scale, softcap or 0.0, window or 0,
                 heads, groups, group, d, max(16, pow2(d)), block_size, tiles.block_m, tiles.block_n, SEGMENT,
                 most_short, short, split, *flags, self._wide(q.dtype), _TYPES[q.dtype],
+                cache.key_scale is not None,
                 **self._options(tiles),
             )  # fmt: skip
             if split:
@@ -189,22 +191,17 @@ class Launcher:
         return out
 
     def copy_blocks(self, caches: Sequence[LayerCache], pairs: Sequence[tuple[int, int]]) -> None:
-        tensors = [part for cache in caches for part in cache.parts]
-        words, rest = divmod(tensors[0][0].nbytes, 4)
-        if rest:
-            raise ValueError(f"a block of a layer must be a multiple of 4 bytes, got {tensors[0][0].nbytes}")
-        device = tensors[0].device
-        addresses = _sent([t.data_ptr() for t in tensors], device)
-        ids = _sent(pairs, device)
-        self.launch(
-            copy_blocks.copy_blocks,
-            (len(pairs), len(tensors), triton.cdiv(words, _COPY_WORDS)),
-            addresses,
-            ids,
-            words,
-            _COPY_WORDS,
-            num_warps=4,
-        )
+        by_size: dict[int, list[Tensor]] = {}
+        for part in (part for cache in caches for part in cache.parts):
+            by_size.setdefault(part[0].nbytes, []).append(part)
+        for size in by_size:
+            if size % 4:
+                raise ValueError(f"a block of a layer must be a multiple of 4 bytes, got {size}")
+        ids = _sent(pairs, caches[0].key.device)
+        for size, tensors in by_size.items():
+            addresses = _sent([t.data_ptr() for t in tensors], ids.device)
+            grid = (len(pairs), len(tensors), triton.cdiv(size // 4, _COPY_WORDS))
+            self.launch(copy_blocks.copy_blocks, grid, addresses, ids, size // 4, _COPY_WORDS, num_warps=4)
 
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor
@@ -233,6 +230,13 @@ class Launcher:
             logits, counts, by.prompt_lens, by.repetition, by.frequency, by.presence, v, logits.stride(0),
             _PENALISED_TOKENS, num_warps=4,
         )  # fmt: skip
+
+
+def _scales(cache: LayerCache) -> tuple[Tensor, Tensor]:
+    """Bits of the scales of a cache of codes; of another one, tensors that are not looked at."""
+    if cache.key_scale is None:
+        return cache.key, cache.value
+    return cache.key_scale.view(torch.int16), cache.value_scale.view(torch.int16)
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:

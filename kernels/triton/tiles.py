@@ -13,7 +13,7 @@ program waits for each tile as soon as it has asked for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,16 @@ def attention_tiles(
     checking, not for speed.
     """
     small = head_dim <= 128
+    if kv_dtype == torch.int8:
+        # Fetching ahead leaves codes as tensor cores want 16-bit numbers, not as they lie in memory, and does not
+        # compile. Widening takes registers: all that there are, before capability 90 fewer rows, and of large heads
+        # fewer keys.
+        tiles = attention_tiles(dtype, dtype, head_dim, group, short, capability)
+        rows = tiles.block_m
+        if not short and not 90 <= capability < 120:
+            rows = min(rows, max(64, pow2(group)))
+        keys = tiles.block_n if small or short else 16
+        return replace(tiles, block_m=rows, block_n=keys, num_stages=1, registers=255)
     if dtype == torch.float32:
         if short and small and kv_dtype == dtype and (capability < 120 or head_dim <= 64):
             return Tiles(short_rows(group), 32, 0, 4 if head_dim <= 64 else 8, 2, 255)

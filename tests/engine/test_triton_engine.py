@@ -109,6 +109,14 @@ def test_a_pool_that_must_preempt_gives_the_same(one_layer: str) -> None:
     assert ours == run("reference")[0]
 
 
+def test_keys_and_values_of_8_bits_give_what_they_give_with_the_reference(one_layer: str) -> None:
+    params = SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=3, detokenize=False, ignore_eos=True)
+    options = {"kv_cache_dtype": "int8", "num_blocks": 14, "block_size": 4, "max_model_len": 32}
+    ours, _ = generate(one_layer, [*PROMPTS[:2], PROMPTS[0]], params, kernels="triton", **options)
+    theirs, _ = generate(one_layer, [*PROMPTS[:2], PROMPTS[0]], params, kernels="reference", **options)
+    assert tokens(ours) == tokens(theirs)
+
+
 def test_samples_that_fork_share_and_then_copy_their_tail(one_layer: str) -> None:
     params = SamplingParams(
         n=3, temperature=1.0, top_p=0.95, seed=4, max_tokens=3, detokenize=False, ignore_eos=True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import poisoned_cache
 from tensors import OnTensors
 
 from paged_backend.kernels.base import AttentionInputs
-from paged_backend.kernels.kv_cache import LayerCache
 from paged_backend.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
@@ -17,8 +17,14 @@ from triton.runtime.interpreter import interpreter_builder
 from paged_backend.kernels.triton import launch
 from paged_backend.kernels.triton.backend import SizedInputs, TritonKernels
 
+ORACLE = OnTensors(ReferenceKernels())
 Pick = tuple[int, int, int]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 # by the number of bits: what a product of rounded weights and values may be off by
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -34,14 +40,16 @@ class Pool:
         total = sum(counts) + 1
         self.size, self.contexts = size, contexts
         self.blocks = list((torch.randperm(total - 1) + 1).split(counts))
-        key = torch.full((total, kv_heads, dim, size), float("nan"), dtype=dtype)
-        value = torch.full((total, kv_heads, size, dim), float("nan"), dtype=dtype)
+        self.cache = poisoned_cache(total, kv_heads, dim, size, dtype)
         for blocks, context in zip(self.blocks, contexts):
             at = torch.arange(context)
-            block, offset = blocks[at // size], at % size
-            key[block, :, :, offset] = torch.randn(context, kv_heads, dim).to(dtype)
-            value[block, :, offset] = torch.randn(context, kv_heads, dim).to(dtype)
-        self.cache = LayerCache(key, value)
+            slots, no_rotation = blocks[at // size] * size + at % size, torch.empty(context, 0)
+            q, k, v = torch.zeros(context, 1, dim), *torch.randn(2, context, kv_heads, dim)
+            if dtype == torch.float16:
+                self.cache.key[slots // size, :, :, slots % size] = k.to(dtype)
+                self.cache.value[slots // size, :, slots % size] = v.to(dtype)
+            else:
+                ORACLE.rotary_and_cache(q, k, v, no_rotation, no_rotation, self.cache, slots)
 
     def inputs(self, picks: list[Pick], window: int | None) -> AttentionInputs:
         """picks: (sequence, first position, stop position). Blocks that the window has passed are the null block."""
@@ -71,9 +79,8 @@ class Pool:
         )  # type: ignore[arg-type]
         assert out.dtype == q.dtype
         counts = [stop - start for _, start, stop in picks]
-        oracle = OnTensors(ReferenceKernels())
-        wide = LayerCache(self.cache.key.float(), self.cache.value.float())
-        expected = oracle.paged_attention(oracle.plan(inputs), q.float(), wide, scale, **options)  # type: ignore[arg-type]
+        wide = self.cache if self.cache.key_scale is not None else self.cache.map(torch.Tensor.float)
+        expected = ORACLE.paged_attention(ORACLE.plan(inputs), q.float(), wide, scale, **options)  # type: ignore[arg-type]
         return list(out.split(counts)), list(expected.split(counts))
 
 
@@ -109,6 +116,9 @@ def check(heads: int, kv_heads: int, dim: int, size: int, variant: str, dtype: s
         (2, 2, 64, 16, "sinks", "bfloat16", "bfloat16"),
         (4, 1, 128, 16, "all", "float16", "float16"),
         (2, 1, 256, 8, "plain", "bfloat16", "bfloat16"),
+        (4, 2, 32, 16, "all", "float32", "int8"),
+        (3, 1, 20, 4, "window", "bfloat16", "int8"),
+        (2, 1, 64, 32, "sinks", "float16", "int8"),
     ],
 )
 def test_attention_equals_the_reference(
@@ -130,6 +140,8 @@ def test_attention_equals_the_reference(
         ("plain", "float32", "bfloat16"),
         ("all", "float32", "bfloat16"),
         ("plain", "bfloat16", "bfloat16"),
+        ("plain", "float32", "int8"),
+        ("all", "bfloat16", "int8"),
         ("all", "bfloat16", "bfloat16"),
         ("plain", "float16", "float16"),
         ("all", "float16", "float16"),
@@ -143,11 +155,11 @@ def test_attention_equals_the_reference_on_the_grid_of_the_c_kernels(
 
 
 def _bits_do_not_depend_on_the_batch(
-    window: int | None, picks_of: list[list[Pick]], monkeypatch: pytest.MonkeyPatch
+    window: int | None, kv: str, picks_of: list[list[Pick]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SEGMENT", 128)  # several segments in a short context
     contexts, heads, dim = [400, 70, 300], 2, 32
-    pool = Pool(contexts, 1, dim, 16, torch.float32)
+    pool = Pool(contexts, 1, dim, 16, DTYPES[kv])
     queries = [torch.randn(c, heads, dim) for c in contexts]
     options: dict[str, object] = {"window": window, "sinks": torch.randn(heads)}
     kernels = TritonKernels("cpu", "float32")
@@ -167,20 +179,20 @@ def _bits_do_not_depend_on_the_batch(
     assert again >= 2
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("window", "kv"), [(None, "float32"), (150, "float32"), (150, "int8")])
 def test_a_decode_is_the_same_bits_in_every_batch_and_among_any_number_of_workers(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks_of = [[(0, 399, 400)], [(1, 69, 70), (0, 399, 400)], [(2, 298, 300), (0, 398, 400)]]
-    _bits_do_not_depend_on_the_batch(window, picks_of, monkeypatch)
+    _bits_do_not_depend_on_the_batch(window, kv, picks_of, monkeypatch)
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("window", "kv"), [(None, "float32"), (150, "float32"), (150, "int8")])
 def test_a_prefill_is_the_same_bits_in_every_chunk_and_batch(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks_of = [[(1, 0, 70)], [(1, 20, 33)], [(1, 33, 70), (2, 299, 300)]]
-    _bits_do_not_depend_on_the_batch(window, picks_of, monkeypatch)
+    _bits_do_not_depend_on_the_batch(window, kv, picks_of, monkeypatch)
 
 
 @pytest.mark.parametrize("variant", ["plain", "sinks", "all"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import poisoned_cache
 from tensors import OnTensors
 
 pytest.importorskip("triton", reason="needs: pip install 'paged-backend[triton]'")
 
-from paged_backend.kernels.kv_cache import LayerCache
+from paged_backend.kernels.kv_cache import LayerCache, quantize
 from paged_backend.kernels.reference import ReferenceKernels
+from paged_backend.kernels.tensor import as_tensor
 from paged_backend.kernels.triton.backend import TritonKernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,6 +103,33 @@ def test_rotary_and_cache(
         assert torch.equal(cache.value[block, :, offset], v)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"), [(9, 3, 64, 64), (4, 4, 80, 32), (2, 1, 20, 20), (2, 2, 8, 6)]
+)
+@pytest.mark.parametrize(
+    ("size", "tokens", "dtype"), [(4, 9, "float32"), (16, 1, "bfloat16"), (16, 9, "float16")]
+)
+def test_codes_and_scales_are_those_of_the_rotated_heads(
+    heads: int, kv_heads: int, dim: int, rotated: int, size: int, tokens: int, dtype: str
+) -> None:
+    kernels = TritonKernels("cpu", dtype)
+    qkv = (torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-3, 3, tokens)[:, None, None]).to(
+        DTYPES[dtype]
+    )
+    if tokens > 1:
+        qkv[1], qkv[2, -1, 3], qkv[3, heads, dim - 1] = 0, float("nan"), float("inf")
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    angles, slots = torch.randn(tokens, rotated // 2), torch.randperm(12 * size)[:tokens]
+    cache = poisoned_cache(12, kv_heads, dim, size, torch.int8)
+    before = cache.map(torch.clone)
+    kernels.rotary_and_cache(q, k, v, angles.cos(), angles.sin(), cache, slots)
+    block, offset = slots // size, slots % size
+    for x, codes, scale in ((k, before.key.mT, before.key_scale), (v, before.value, before.value_scale)):
+        codes[block, :, offset], scale[block, :, offset] = map(as_tensor, quantize(x.float().numpy()))
+    for written, expected in zip(cache.parts, before.parts, strict=True):
+        assert torch.equal(written.view(torch.int8), expected.view(torch.int8))
+
+
 def test_heads_that_are_not_contiguous_are_refused() -> None:
     kernels = TritonKernels("cpu", "float32")
     q = torch.zeros(3, 8, 4).transpose(1, 2)
@@ -109,19 +138,20 @@ def test_heads_that_are_not_contiguous_are_refused() -> None:
         kernels.rotary_and_cache(q, q, q, torch.ones(3, 4), torch.ones(3, 4), cache, torch.arange(3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_copy_blocks_copies_every_layer_and_nothing_else(dtype: str) -> None:
-    kernels = TritonKernels("cpu", dtype)
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_copy_blocks_copies_every_part_of_every_layer_and_nothing_else(dtype: str) -> None:
+    kernels = TritonKernels("cpu", "float32")
     caches = kernels.empty_cache(3, 6, 2, 40, 16, dtype)
     for cache in caches:
-        cache.key.normal_(), cache.value.normal_()
-    before = [(c.key.clone(), c.value.clone()) for c in caches]
+        for part in cache.parts:
+            part.copy_(torch.randint(-128, 128, part.shape))
+    before = [cache.map(torch.clone) for cache in caches]
     kernels.copy_blocks(caches, [(1, 4), (2, 5)])
     kernels.copy_blocks(caches, [])
     origin = torch.tensor([0, 1, 2, 3, 1, 2])
-    for cache, (key, value) in zip(caches, before):
-        assert torch.equal(cache.key, key[origin])
-        assert torch.equal(cache.value, value[origin])
+    for cache, old in zip(caches, before):
+        for now, then in zip(cache.parts, old.parts, strict=True):
+            assert torch.equal(now, then[origin])
 
 
 def test_blocks_of_odd_sizes_are_refused() -> None:

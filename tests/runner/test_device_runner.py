@@ -340,34 +340,37 @@ def test_copies_grow_the_pool_too() -> None:
     runner.give_back([1])
 
 
-def test_a_growing_cache_keeps_what_it_holds_and_knows_its_limit() -> None:
-    cache = GrowingCache(TritonKernels("cpu", "float32"), SPEC, 1000, 4, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_growing_cache_keeps_what_it_holds_and_knows_its_limit(dtype: str) -> None:
+    cache = GrowingCache(TritonKernels("cpu", "float32"), SPEC, 1000, 4, dtype)
     assert cache.held == 256
     for layer in cache.caches:
-        layer.key.normal_(), layer.value.normal_()
-    before = [(layer.key.clone(), layer.value.clone()) for layer in cache.caches]
+        for part in layer.parts:
+            part.copy_(torch.randint(-128, 128, part.shape))
+    before = [layer.map(torch.clone) for layer in cache.caches]
     assert not cache.ensure(256)
     assert cache.ensure(257)
     assert cache.held == 512
     assert cache.ensure(900)
     assert cache.held == 1000
-    for layer, (key, value) in zip(cache.caches, before):
-        assert len(layer.key) == len(layer.value) == 1000
-        assert torch.equal(layer.key[:256], key)
-        assert torch.equal(layer.value[:256], value)
+    for layer, old in zip(cache.caches, before):
+        for now, then in zip(layer.parts, old.parts, strict=True):
+            assert len(now) == 1000
+            assert torch.equal(now[:256], then)
     with pytest.raises(ValueError, match="1000"):
         cache.ensure(1001)
 
 
-def test_a_growth_that_fails_half_way_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_growth_that_fails_half_way_can_be_tried_again(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     spec = SimpleNamespace(vocab_size=1, num_layers=3, num_kv_heads=1, head_dim=8)
-    cache = GrowingCache(TritonKernels("cpu", "float32"), spec, 600, 4, "float32")  # type: ignore[arg-type]
+    cache = GrowingCache(TritonKernels("cpu", "float32"), spec, 600, 4, dtype)  # type: ignore[arg-type]
     fill_the_device(monkeypatch, 4)
     with pytest.raises(torch.OutOfMemoryError):
         cache.ensure(300)
     assert cache.held == 256
     assert cache.ensure(300)
-    assert {len(t) for layer in cache.caches for t in (layer.key, layer.value)} == {512}
+    assert {len(part) for layer in cache.caches for part in layer.parts} == {512}
 
 
 def test_staged_arrays_arrive_as_they_were_and_keep_their_place_in_a_given_room() -> None:
