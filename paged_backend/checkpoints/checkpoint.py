@@ -29,6 +29,7 @@ class Checkpoint:
         as masks and positions, or weights in a form that has no reader here.
     drop_pages: gives back the memory that reading tensors has taken, unless somebody has written to them; they may be
         read again.
+    quantized_bytes: what all tensors of a quantised folder take in its files; 0 for other models.
     tokenizer_source: what ``AutoTokenizer.from_pretrained`` takes: a folder or file path, or a hub id.
     """
 
@@ -40,3 +41,4 @@ class Checkpoint:
     tokenizer_source: str
     integers: Mapping[str, tuple[str, TensorSource]] = field(default_factory=dict)
     drop_pages: Callable[[], None] = lambda: None
+    quantized_bytes: int = 0

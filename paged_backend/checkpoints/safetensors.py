@@ -45,7 +45,11 @@ def load_folder(path: Path) -> Checkpoint:
     sources: dict[str, TensorSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     integers: dict[str, tuple[str, TensorSource]] = {}
+    quantized_bytes = 0
     if settings is not None:
+        quantized_bytes = sum(
+            math.prod(e.shape) * _DTYPES[e.dtype].itemsize for e in stored.values() if e.dtype in _DTYPES
+        )
         weights, stored = read_quantized(path, settings, stored)
         for name, found in weights.items():
             sources[name], shapes[name] = found.read, found.shape
@@ -63,6 +67,7 @@ def load_folder(path: Path) -> Checkpoint:
         tokenizer_source=str(path),
         integers=integers,
         drop_pages=partial(drop_pages, mapped),
+        quantized_bytes=quantized_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from paged_backend.models.architectures import spec_from_config
 from paged_backend.models.decoder import Decoder
 from paged_backend.models.spec import DecoderSpec
 from paged_backend.models.tensors import fit
+
+logger = logging.getLogger(__name__)
+
+_LARGER = 1.5  # than in the files: what is told of quantised weights in memory
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,14 @@ def build_model(
         on_packed()
 
     decoder = Decoder(spec, weights, kernels, stored, max_model_len, packed)
+    if stored == "auto" and 0 < _LARGER * checkpoint.quantized_bytes < decoder.nbytes():
+        logger.warning(
+            "%s: quantised weights of %.2f GB take %.2f GB in memory, as these kernels multiply no smaller form of "
+            "the same values; quantization='int8' or 'int4' takes less and rounds them",
+            checkpoint.path,
+            checkpoint.quantized_bytes / 1e9,
+            decoder.nbytes() / 1e9,
+        )
     return _loaded(config, decoder, checkpoint, max_model_len)
 
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.errors import ModelLoadError
-from paged_backend.kernels.weights import same_values
+from paged_backend.kernels.array import float32
+from paged_backend.kernels.weights import same_values, to_dense
 from paged_backend.models.spec import DecoderSpec
 
 _T = TypeVar("_T")
@@ -91,6 +92,8 @@ def fit(checkpoint: Checkpoint, spec: DecoderSpec) -> tuple[DecoderSpec, dict[st
         for name in (*sources, *integers)
         if name not in expected and not (name == HEAD and spec.tied) and not _BUFFER.search(name)
     ]
+    if checkpoint.quantized_bytes:
+        left = [name for name in left if not _adds_nothing(name, sources)]
     parts = {name.rpartition(".")[0] for name in expected}
     for name in left:
         if name.rpartition(".")[0] in parts or _inside(name, spec.num_layers):
@@ -100,6 +103,11 @@ def fit(checkpoint: Checkpoint, spec: DecoderSpec) -> tuple[DecoderSpec, dict[st
             )
     tell_unused(checkpoint.path, left)
     return spec, {name: sources[name] for name in expected}
+
+
+def _adds_nothing(name: str, sources: Mapping[str, TensorSource]) -> bool:
+    """Whether it is a bias of zeros: some tools that quantise write one for each linear, needed or not."""
+    return name.endswith(".bias") and name in sources and not float32(to_dense(sources[name]())).any()
 
 
 def check_missing(path: Path, owner: str, names: Sequence[str], integers: Mapping[str, str]) -> None:

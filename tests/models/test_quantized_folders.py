@@ -150,6 +150,40 @@ def read_one(settings, writer, n, k, seed=1):
     return weights["m.weight"].read(), values
 
 
+def test_weights_that_grow_in_memory_are_told_once(write, tmp_path, caplog):
+    for name, told in (("gptq-4-asym-v1", 0), ("nf4", 1)):
+        folder, _ = write(*FORMATS[name], head=True)
+        caplog.clear()
+        load_model(EngineConfig(str(folder)), CpuKernels(threads=1))
+        assert (
+            sum("take" in record.message and "in memory" in record.message for record in caplog.records)
+            == told
+        )
+        load_model(EngineConfig(str(folder), quantization="int8"), CpuKernels(threads=1))
+        assert len(caplog.records) == told
+        for made in tmp_path.iterdir():
+            shutil.rmtree(made)
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(write):
+    """Some tools write one for each linear."""
+    plain_writer = FORMATS["gptq-4-asym-v1"][1]
+    for value in (0.0, 0.5):
+
+        def with_bias(random, n, k, value=value):
+            tensors, values = plain_writer(random, n, k)
+            return tensors | {"bias": torch.full((n,), value, dtype=torch.float16)}, values
+
+        folder, twin = write(FORMATS["gptq-4-asym-v1"][0], with_bias)
+        if value:
+            with pytest.raises(ModelLoadError, match=r"proj\.bias' that LlamaForCausalLM has no use for"):
+                load_model(EngineConfig(str(folder)), ReferenceKernels())
+        else:
+            load_model(EngineConfig(str(folder)), ReferenceKernels())
+        for made in (folder, twin):
+            shutil.rmtree(made)
+
+
 def test_what_a_config_says_of_the_model_does_not_change_with_quantisation(plain, write):
     folder, _ = write(*FORMATS["awq"])
     assert spec_from_config(load_config(str(folder))[0]) == spec_from_config(load_config(str(plain))[0])
