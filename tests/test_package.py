@@ -109,3 +109,19 @@ def test_what_an_extra_brings_is_asked_for_in_one_line_and_a_module_of_ours_that
         import no_such_package  # noqa: F401
     with pytest.raises(ModuleNotFoundError), missing_extra("torch", "this"):
         import paged_backend.no_such_module  # noqa: F401
+
+
+def test_every_folder_of_modules_is_installed():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {
+        "adapters": "paged_backend.adapters",
+        "kernels": "paged_backend.kernels",
+        "paged_backend": "paged_backend",
+    }
+    found = {
+        ".".join((package, *file.parent.relative_to(ROOT / folder).parts))
+        for folder, package in folders.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert found == set(settings["packages"])
