@@ -16,8 +16,8 @@ import numpy as np
 from paged_backend.checkpoints.checkpoint import Checkpoint, TensorSource
 from paged_backend.checkpoints.checks import check_generation_config
 from paged_backend.checkpoints.mapped_file import drop_pages, map_file
-from paged_backend.checkpoints.quantized.methods import read_quantized, split_config
 from paged_backend.checkpoints.quantized.parts import Stored
+from paged_backend.checkpoints.quantized.settings import split_config
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.array import BFLOAT16, Array
 
@@ -47,6 +47,8 @@ def load_folder(path: Path) -> Checkpoint:
     integers: dict[str, tuple[str, TensorSource]] = {}
     quantized_bytes = 0
     if settings is not None:
+        from paged_backend.checkpoints.quantized.methods import read_quantized
+
         quantized_bytes = sum(
             math.prod(e.shape) * _DTYPES[e.dtype].itemsize for e in stored.values() if e.dtype in _DTYPES
         )

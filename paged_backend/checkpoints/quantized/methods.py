@@ -25,23 +25,11 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], str], Callable[[Parts], Found |
     "fbgemm_fp8": fp8,
     "bitsandbytes": bitsandbytes,
 }
-_KEYS = ("quantization_config", "compression_config")
 _NAME = re.compile(r"(?:(.+?)\.)?(weight\..+|[^.]+)")
 # of activations and of the KV cache, which stay floating point numbers here
 _ACTIVATION = re.compile(
     r"(input|output|[qkv]|kv)_(scale|zero_point|global_scale|scale_ub)|activation_scale(_ub)?|(k|v)_cache\.scale"
 )
-
-
-def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """A config without what it says of quantisation, and that: None if it is not quantised."""
-    text = config.get("text_config")
-    places: list[Mapping[str, Any]] = [config, text] if isinstance(text, Mapping) else [config]
-    settings = next((place[key] for place in places for key in _KEYS if place.get(key)), None)
-    plain = [{key: value for key, value in place.items() if key not in _KEYS} for place in places]
-    if len(plain) == 2:
-        plain[0]["text_config"] = plain[1]
-    return plain[0], settings
 
 
 def read_quantized(
