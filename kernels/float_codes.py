@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paged_backend.errors import ModelLoadError
 from paged_backend.kernels.array import Array, float32
 from paged_backend.kernels.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from typing import Self  # which Python 3.10 has not
 
 _SLICE = 1 << 16  # values expanded at a time, so that they stay in cache
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import TYPE_CHECKING
 
 from paged_backend.kernels.array import Array
+
+if TYPE_CHECKING:
+    from typing import Self  # which Python 3.10 has not
 
 
 class QuantizedWeight(ABC):
